@@ -39,6 +39,8 @@ class DenseDecoder:
     rotary_layers: Callable[[Mapping[str, Any]], Sequence[bool]] = lambda hf: [True] * hf["num_hidden_layers"]
     """For each layer, whether its queries and keys turn with the position."""
     has_post_norms: bool = False
+    has_fused_qkv: bool = False
+    """Whether checkpoints hold queries above keys above values in one tensor."""
     has_fused_mlp: bool = False
     """Whether checkpoints hold gate above up in one tensor."""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +69,12 @@ class DenseDecoder:
 
     def weight_rules(self, hf: Mapping[str, Any]) -> list[WeightRule]:
         """Return one rule for each canonical tensor."""
-        attention = self_attention(**self.attention(hf), qk_norm=self.has_qk_norm, bias=self.has_bias(hf))
+        attention = self_attention(
+            **self.attention(hf),
+            qk_norm=self.has_qk_norm,
+            bias=self.has_bias(hf),
+            fused=self.has_fused_qkv,
+        )
         mlp = dense_mlp(hf["intermediate_size"], fused=self.has_fused_mlp)
         return decoder_rules(hf, [*attention, *mlp, *(post_norms() if self.has_post_norms else ())])
 

@@ -21,6 +21,7 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.glm_omni.spec import GLM_OMNI
     from anygauge_models.llama import LLAMA
     from anygauge_models.mistral import MISTRAL
+    from anygauge_models.phi3 import PHI3
     from anygauge_models.qwen2 import QWEN2
     from anygauge_models.qwen3 import QWEN3
     from anygauge_models.qwen3_5.spec import QWEN3_5
@@ -34,4 +35,4 @@ def register_models() -> list[ModelSpec]:
 
     glm = [GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
     qwen = [QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
-    return [DEEPSEEK_V3, *glm, LLAMA, MISTRAL, *qwen, SEED_OSS, SMOLLM3]
+    return [DEEPSEEK_V3, *glm, LLAMA, MISTRAL, PHI3, *qwen, SEED_OSS, SMOLLM3]

@@ -78,6 +78,7 @@ def self_attention(
     qk_norm: bool = False,
     bias: bool = False,
     gated: bool = False,
+    fused: bool = False,
     layers: Layers = None,
 ) -> list[WeightRule]:
     """Return the rules of attention with grouped queries and of the norm before it.
@@ -88,14 +89,15 @@ def self_attention(
     :param qk_norm: Whether queries and keys are normalised.
     :param bias: Whether queries, keys and values have biases.
     :param gated: Whether each query head is followed by its gate.
+    :param fused: Whether checkpoints hold queries above keys above values in one tensor.
     """
-    queries = heads * size * (2 if gated else 1)
-    sections = ((queries,), (groups * size,), (groups * size,))
+    sizes = (heads * size * (2 if gated else 1), groups * size, groups * size)
+    sections = (sizes,) if fused else tuple((each,) for each in sizes)
     qkv: dict[str, Any] = {"transform": "interleave", "sections": sections, "groups": groups, "split_dim": 0}
     qkv["layers"] = layers
     rules = [norm_before_attention(layers=layers)]
     for part in ("weight", "bias") if bias else ("weight",):
-        names = (f"self_attn.{x}_proj.{part}" for x in "qkv")
+        names = (f"self_attn.{x}_proj.{part}" for x in (("qkv",) if fused else "qkv"))
         rules.append(layer_rule(f"self_attention.linear_qkv.{part}", *names, **qkv))
     if qk_norm:
         rules += [

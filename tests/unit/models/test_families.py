@@ -348,6 +348,8 @@ REFUSED = [
     ("glm4_moe", "n_shared_experts", 0),
     ("llama", "attention_bias", True),
     ("llama", "mlp_bias", True),
+    ("phi3", "sliding_window", 2047),
+    ("phi3", "hidden_act", "gelu"),
     ("seed_oss", "attention_out_bias", True),
     ("seed_oss", "mlp_bias", True),
     ("smollm3", "use_sliding_window", True),
@@ -434,6 +436,7 @@ def declared(spec: ModelSpec, hf: Mapping[str, Any]) -> Any:
 OLD = {
     "mistral": {"rope_theta": 1e6},
     "qwen2": {"rope_theta": 1e6},
+    "phi3": {"rope_theta": 2.5e5, "partial_rotary_factor": 0.5},
     "seed_oss": {"rope_theta": 1e7},
     "smollm3": {"rope_theta": 5e6},
     "qwen3": {"rope_theta": 1e6},
@@ -495,6 +498,7 @@ VARIANTS = [
     ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 2}),
     ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
     ("glm4_moe", {"use_qk_norm": False, "n_shared_experts": 2}),
+    ("phi3", {"num_key_value_heads": 4, "rope_parameters": PLAIN, "tie_word_embeddings": True}),
     ("seed_oss", {"attention_bias": False, "head_dim": None}),
     ("smollm3", {"no_rope_layers": [0, 1, 1], "tie_word_embeddings": False}),
     ("llama", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -516,6 +520,9 @@ SCALED = {
     },
 }
 
+UNSCALED = {"phi3"}
+"""Families of which transformers has no model with these."""
+
 
 @pytest.mark.parametrize("kind", SCALED)
 def test_scaled_angles_equal_transformers(
@@ -525,6 +532,10 @@ def test_scaled_angles_equal_transformers(
         key: spec.tiny()["rope_parameters"].get(key) for key in ("partial_rotary_factor", "mrope_section")
     }
     scaled = SCALED[kind] | {key: value for key, value in part.items() if value is not None}
+    if spec.name in UNSCALED:
+        with pytest.raises(ConfigError, match=f"{kind!r} is not supported by the {spec.name} family"):
+            megatron_model(spec).transformer_config({**spec.tiny(), "rope_parameters": scaled})
+        return
     compare_logits(host, write_tiny(spec, tmp_path, rope_parameters=scaled), sequences)
 
 
