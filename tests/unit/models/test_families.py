@@ -554,8 +554,24 @@ WRITTEN = [
             "original_max_position_embeddings": 16,
         },
     ),
+    (
+        "qwen2",  # as DeepSeek-R1-Distill-Qwen-1.5B
+        {
+            **{"rope_parameters": None, "rope_theta": 10_000, "max_position_embeddings": 131_072},
+            **{"sliding_window": 4096, "max_window_layers": 1, "use_sliding_window": False},
+            **{"use_mrope": False, "attention_dropout": 0.0},
+        },
+    ),
+    (
+        "llama",  # as DeepSeek-R1-Distill-Llama-8B
+        {
+            **{"rope_parameters": None, "rope_theta": 500_000.0, "max_position_embeddings": 131_072},
+            **{"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192}},
+            **{"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+        },
+    ),
 ]
-"""User edits of a ``config.json`` that has ``rope_parameters``."""
+"""Edits of a ``config.json`` that has ``rope_parameters``, by users and as models are published."""
 
 
 @pytest.mark.parametrize(("family", "keys"), WRITTEN)
