@@ -200,6 +200,17 @@ def test_the_output_layer_is_known_or_the_models_own(make_engine: MakeEngine, tm
         assert engine.root.logit_scale == scale, name
 
 
+def test_a_bias_of_zeros_of_the_output_layer_is_trained(make_engine: MakeEngine, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "phi", "Phi")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.bias": torch.zeros(VOCAB)}, file, {"format": "pt"})
+    engine = make_engine(path)
+    assert engine.root.logit_scale is None
+    take_step(engine)
+    assert dict(engine.weights())["lm_head.bias"].abs().max() > 0
+
+
 def test_only_the_built_model_is_changed(make_engine: MakeEngine, qwen3: Path) -> None:
     """docs/seams.md lists what is."""
     from transformers.models.qwen3 import modeling_qwen3
