@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from anygauge_hooks.types import WorkerContext
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
     from anygauge_hooks.algorithms import ValueLoss
     from anygauge_hooks.batch import TopKLogProbs, TrainBatch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CriticEngine",
+    "HasDecoderLayers",
     "LossFunction",
     "LossInputs",
     "RolloutEngine",
@@ -161,6 +163,18 @@ class SupportsOffload(Protocol):
         again: a step after ``"nothing"`` and ``"everything"`` is bit for bit the step without. With
         ``"weights"`` a train engine yields :meth:`TrainEngine.weights`, and anything else is an error that
         says so; with ``"nothing"`` everything is. A collective.
+        """
+
+
+@runtime_checkable
+class HasDecoderLayers(Protocol):
+    """A train engine whose layers ``anygauge check-model`` can compare with transformers'."""
+
+    def decoder_layers(self) -> Sequence[Module]:
+        """Return the decoder layers of this rank in order, without towers.
+
+        Their first argument or ``hidden_states`` and their first result are hidden states whose last
+        dimension is the hidden size, and tokens of a micro-batch lie end to end in the others.
         """
 
 

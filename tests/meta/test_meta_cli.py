@@ -14,6 +14,9 @@ SURFACE = {
     "report": ["directory", "--out"],
     "doctor": ["--backend", "--json", "--timeout"],
     "hooks": ["--backend", "--json", "--strict"],
+    "check-model": [
+        *("directory", "--engine", "--backend", "--against", "--prompt", "--layers", "--trust-remote-code")
+    ],
     "convert": ["--to-megatron", "--to-hf", "--model", "--workers", "--check"],
 }
 

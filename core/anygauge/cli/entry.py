@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from anygauge import __version__
-from anygauge.cli import convert, doctor, hooks, init, launch, report, train
+from anygauge.cli import check_model, convert, doctor, hooks, init, launch, report, train
 from anygauge.cli import eval as evaluate
 from anygauge.cli.arguments import split_arguments
 from anygauge.cli.torch_extensions import extension_failure
@@ -34,6 +34,7 @@ COMMANDS = {
     "report": report,
     "doctor": doctor,
     "hooks": hooks,
+    "check-model": check_model,
     "convert": convert,
 }
 """Modules with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``."""

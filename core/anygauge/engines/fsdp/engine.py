@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter
-from torch import Tensor
+from torch import Tensor, nn
 
 from anygauge.config import Config
 from anygauge.config.families import family
@@ -251,6 +251,10 @@ class FsdpEngine(BaseEngine):
     def data_parallel_sum(self, values: Tensor) -> Tensor:
         """Return the sum over data-parallel ranks, with every bit the same on each. A collective."""
         return torch.tensor(all_gather_values(values.tolist(), _NUMBERS), dtype=values.dtype).sum(0)
+
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """Return the decoder layers of this rank; see :class:`anygauge_hooks.engines.HasDecoderLayers`."""
+        return self.root.layers
 
 
 class ForwardOnlyEngine(FsdpEngine):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -29,7 +29,7 @@ from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.kernels import VocabParallelLogprob
 
-__all__ = ["Outputs", "ShardedModel", "build_model"]
+__all__ = ["Outputs", "ShardedModel", "build_model", "decoder_layers"]
 
 SCORE = "score"
 """Name of a classification model's layer in transformers; with one label it is a value head."""
@@ -56,6 +56,7 @@ class ShardedModel(nn.Module):
         self.unused: Sequence[str] = ()
         """Patterns of tensors that the family's checkpoints have and its models do not."""
         self.output_name = _output_name(model)
+        self.layers = decoder_layers(model)
         self.names: Mapping[str, StoredNames] = {}
         """Where the checkpoint of the model has its tensors."""
         if is_critic:
@@ -190,11 +191,10 @@ def build_model(
     root = ShardedModel(model, logprob, is_critic=is_critic).requires_grad_(trains)
     root.eval()  # dropout and noise of routers are for pretraining
     root.unused = [f"^{re.escape(prefix)}" for prefix in unused]
-    layers = list(_layers(model))
     if config.train.recompute == "full" and trains:
-        for layer in layers:
+        for layer in root.layers:
             _recompute(layer)
-    _shard(root, layers, dtype, context.device.type)
+    _shard(root, root.layers, dtype, context.device.type)
     _materialize(root, context.device.torch_device)
     root.names = load_weights(root, config.model.path)
     return root
@@ -247,15 +247,15 @@ def _drop_output_layer(model: Any, name: str) -> None:
     setattr(model.get_submodule(parent), attribute, None)
 
 
-def _layers(model: Any) -> Iterator[nn.Module]:
-    """Yield the modules that are sharded by themselves: those that transformers never splits."""
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """Return the layers of a transformers model, in order: the modules that it never splits."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         lists: list[Any] = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         layers = list(max(lists, key=len, default=()))
     inside = {id(part) for layer in layers for part in layer.modules() if part is not layer}
-    yield from (layer for layer in layers if id(layer) not in inside)
+    return [layer for layer in layers if id(layer) not in inside]
 
 
 def _recompute(layer: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from pydantic import ConfigDict, TypeAdapter
-from torch import Tensor
+from torch import Tensor, nn
 
 from anygauge.config import Config
 from anygauge.device import seed_everything
@@ -341,6 +341,11 @@ class MegatronEngine(BaseEngine):
         with make_scope(self.context.device):
             terms = all_gather_values(values.tolist(), _NUMBERS, group)
         return torch.tensor(terms, dtype=values.dtype).sum(0)
+
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """Return the decoder layers of this rank; see :class:`anygauge_hooks.engines.HasDecoderLayers`."""
+        owners: list[Any] = [c.get_submodule(self.policy.output_owner) for c in self.policy.chunks]
+        return [layer for owner in owners for layer in owner.decoder.layers]
 
     def _pack(self, batch: TrainBatch) -> MicroBatches:
         """Return the micro-batches of a batch. Those of the last one are kept: its passes share them."""
