@@ -14,9 +14,7 @@ SURFACE = {
     "report": ["directory", "--out"],
     "doctor": ["--backend", "--json", "--timeout"],
     "hooks": ["--backend", "--json", "--strict"],
-    "check-model": [
-        *("directory", "--engine", "--backend", "--against", "--prompt", "--layers", "--trust-remote-code")
-    ],
+    "check-model": [*("directory", "--engine", "--backend", "--prompt", "--layers", "--trust-remote-code")],
     "convert": ["--to-megatron", "--to-hf", "--model", "--workers", "--check"],
 }
 

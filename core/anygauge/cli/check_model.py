@@ -41,12 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--backend", metavar="NAME", help="backend (default: as anygauge train chooses)")
     parser.add_argument(
-        "--against",
-        choices=("transformers",),
-        default="transformers",
-        help="what is right (default transformers, in float32 on the CPU)",
-    )
-    parser.add_argument(
         "--prompt", default=PROMPT, metavar="TEXT", help="text to compare (default: a sentence)"
     )
     parser.add_argument(
