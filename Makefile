@@ -139,7 +139,7 @@ $(NPU_VENV)/.python:
 	@touch $@
 
 # Torch alone with its dependencies, as for SGLang: on x86-64 torch-npu requires the suffix of TORCH_INDEX's torch,
-# which no test needs. Without TORCH_INDEX that is torch's build for CUDA, of 6 GiB.
+# which no test needs. Without TORCH_INDEX that is torch's build for CUDA, and the environment has 8 GB.
 $(NPU_VENV)/.installed: requirements/npu-test.txt requirements/npu.txt pyproject.toml | $(NPU_VENV)/.python
 	$(NPU_VENV)/bin/python $(PIP) install --quiet "$$(grep '^torch==' requirements/npu.txt)"
 	$(NPU_VENV)/bin/python $(PIP) install --quiet --no-deps -r requirements/npu-test.txt

@@ -420,7 +420,7 @@ OTHERS = [
     ),
     optimizer_fault(
         "gradient_unaligned",
-        "AdamW reads a gradient from the 16 bytes in which it begins",
+        "AdamW reads an unaligned gradient from the aligned address before it",
         _reads_aligned,
     ),
     Fault(

@@ -40,7 +40,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _exported(self) -> tuple[Iterator[tuple[str, Tensor]], torch.dtype]:
-        """Return full tensors by Hugging Face name, of which rank 0 uses the values, and their dtype."""
+        """Return full tensors under Hugging Face names, and their dtype; only rank 0 writes them."""
 
     def _config_changes(self) -> Mapping[str, Any]:
         """Return the keys in which the ``config.json`` of an export differs from the model's."""

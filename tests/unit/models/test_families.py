@@ -521,7 +521,7 @@ SCALED = {
 }
 
 UNSCALED = {"phi3"}
-"""Families of which transformers has no model with these."""
+"""Families without these scalings in transformers."""
 
 
 @pytest.mark.parametrize("kind", SCALED)
