@@ -1,8 +1,9 @@
-"""The default process group of a worker."""
+"""The default process group of a worker, and decisions of its ranks through their store."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 import torch.distributed
 from torch.distributed import HashStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]  # not listed
 
-from anygauge.distributed.host_exchange import HostExchange
 from anygauge.distributed.peer_verification import connection_errors, verify_peers
 from anygauge.distributed.reloadable import ReloadableGroups, register_reloadable
 from anygauge.plugins import Plugins
 from anygauge_hooks.types import BackendSpec
 
 __all__ = [
+    "HostExchange",
     "destroy_process_group",
     "host_exchange",
     "init_process_group",
@@ -32,6 +33,41 @@ SERIAL_HOST_BACKEND = "gloo_serial"
 Torch gives each group two. In torch 2.13 both write down the name of what they have done, without a lock:
 names of more than 15 letters, such as that of the gathers that Megatron has under way, break the heap.
 """
+
+
+class HostExchange:
+    """Collects a text from every rank on rank 0 through the rendezvous store, and gives each rank its answer.
+
+    A check of collectives cannot use them: where a gather returns a rank's own part, every rank looks the
+    same. All ranks must make the same calls in the same order. A key is deleted once it has been read.
+
+    :param store: Shared by all ranks; its timeout limits each wait.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._count = 0
+
+    def decide(self, text: str, judge: Callable[[Sequence[str]], str]) -> str:
+        """Return what ``judge`` makes of the texts of all ranks; it is called on rank 0 alone."""
+        keys = [f"exchange/{self._count}/{rank}" for rank in range(self._size)]
+        self._count += 1
+        if self._rank == 0:
+            return self._answer(text, keys, judge)
+        self._store.set(keys[self._rank], text)
+        answer: bytes = self._store.get(keys[0])
+        self._store.delete_key(keys[self._rank])
+        return answer.decode()
+
+    def _answer(self, text: str, keys: Sequence[str], judge: Callable[[Sequence[str]], str]) -> str:
+        others = self._store.multi_get(list(keys[1:])) if self._size > 1 else []
+        answer = judge([text, *(other.decode() for other in others)])
+        if self._size > 1:
+            self._store.set(keys[0], answer)
+            if self._count > 1:  # every rank has come here, and so has read the answer before
+                self._store.delete_key(f"exchange/{self._count - 2}/0")
+        return answer
+
 
 _reloadable: list[ReloadableGroups] = []
 """The groups of this process, where they are."""

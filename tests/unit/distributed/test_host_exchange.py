@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not listed
 
-from anygauge.distributed.host_exchange import HostExchange
+from anygauge.distributed.process_groups import HostExchange
 
 SIZE = 3
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from anygauge.observability.staleness import MOST_LAGS, staleness_metrics
+from anygauge.observability.metrics import MOST_LAGS, staleness_metrics
 from anygauge.trainer.plan import plan_steps, rollout_batch
 from anygauge.trainer.staleness import mask_stale
 from anygauge_hooks.rl import Group, Prompt, Sample

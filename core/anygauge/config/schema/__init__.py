@@ -12,7 +12,6 @@ from pydantic import BeforeValidator
 
 from anygauge.config.schema.data import Data, DataFile
 from anygauge.config.schema.evaluation import Eval, EvalDataset
-from anygauge.config.schema.health import Health
 from anygauge.config.schema.media import Media
 from anygauge.config.schema.models import Critic, Model, Parallel, Reference, Teacher
 from anygauge.config.schema.placement import Cluster, Placement
@@ -25,7 +24,7 @@ from anygauge.config.schema.rollout import (
     RolloutGroup,
     WeightSync,
 )
-from anygauge.config.schema.run import Debug, Hub, Run, Save
+from anygauge.config.schema.run import Debug, Health, Hub, Run, Save
 from anygauge.config.schema.section import DType, Section, path_alone
 from anygauge.config.schema.training import Algorithm, Train
 

@@ -1,4 +1,4 @@
-"""The run itself, where its files come from and what it writes."""
+"""The run itself: its limits, where its files come from and what it writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pydantic import Field
 
 from anygauge.config.schema.section import Name, Positive, Seconds, Section
 
-__all__ = ["Debug", "Hub", "Run", "Save"]
+__all__ = ["Debug", "Health", "Hub", "Run", "Save"]
+
+Limit = Annotated[float, Field(gt=0)]
 
 
 class Run(Section):
@@ -84,3 +86,15 @@ class Debug(Section):
     """Directory of dumps: take the groups of each step from there instead of generating."""
     replay_batches: Path | None = None
     """Directory of dumps: train on these batches; needs ``mode = "train_only"``."""
+
+
+class Health(Section):
+    """Health rules, checked after each step."""
+
+    logprob_abs_diff_warning: Limit | Literal["auto"] | None = "auto"
+    """Warn where the mean absolute difference of the trainer's and the rollout engine's log-probs, the metric
+    ``health/logprob_abs_diff``, is above this. ``auto`` is 1e-4, or 0.15 if one of the two computes in
+    bfloat16; ``None`` never warns. Tokens of older weights do not count."""
+    logprob_abs_diff_error: Limit | Literal["auto"] | None = "auto"
+    """End the run where it is above this. ``auto`` is 1e-3, or 0.3 if one of the two computes in bfloat16;
+    ``None`` never ends it."""

@@ -44,7 +44,7 @@ from anygauge_hooks.engines import LossFunction, WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.serving import MemoryState
 
-__all__ = ["MegatronEngine"]
+__all__ = ["ForwardOnlyEngine", "MegatronEngine"]
 
 _NUMBERS = TypeAdapter(float | list[float], config=ConfigDict(ser_json_inf_nan="constants"))
 
@@ -374,3 +374,33 @@ class MegatronEngine(BaseEngine):
             parallel_state.is_pipeline_first_stage(ignore_virtual=True),
             *token_slice(policy.options.transformer),
         )
+
+
+class ForwardOnlyEngine(MegatronEngine):
+    """An engine of a model that is not trained: no gradients, no optimizer, no memory for them.
+
+    It answers :meth:`log_probs`; what trains or saves is not there.
+    """
+
+    def _prepare_training(self) -> None:
+        for chunk in self.policy.chunks:
+            chunk.requires_grad_(False)
+        self.chunks = list(self.policy.chunks)
+
+    def _check_collectives(self) -> None:
+        check_collectives(self.device)
+
+    def _reduced_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(())
+
+    def _is_frozen(self, role: str) -> bool:
+        return True
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def _synchronize_parameters(self) -> None:
+        """Do nothing: no optimizer step has left anything on other ranks."""

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from anygauge.engines.megatron.critic import MegatronCritic
-    from anygauge.engines.megatron.engine import MegatronEngine
-    from anygauge.engines.megatron.forward_only import ForwardOnlyEngine
+    from anygauge.engines.megatron.engine import ForwardOnlyEngine, MegatronEngine
     from anygauge.engines.megatron.process_groups import ProcessGroupProxy
     from anygauge_hooks.engines import WorkerContext
     from anygauge_hooks.types import BackendSpec, LoadedPlugins
@@ -46,7 +45,7 @@ def _make_critic(config: Any, context: WorkerContext) -> MegatronCritic | Proces
 
 def _make_frozen(config: Any, context: WorkerContext) -> ForwardOnlyEngine | ProcessGroupProxy:
     _prepare(context.plugins, context.backend)
-    from anygauge.engines.megatron.forward_only import ForwardOnlyEngine
+    from anygauge.engines.megatron.engine import ForwardOnlyEngine
 
     return _divided(config, lambda: ForwardOnlyEngine(config, context))
 
