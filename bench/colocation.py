@@ -30,7 +30,7 @@ from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.serving.colocated_engines import ColocatedEngines
 from anygauge.serving.colocation import ColocationPhase, ColocationScheduler, SetMemoryState
-from anygauge.serving.engines import open_engines
+from anygauge.serving.engines import launch_engines, open_engines
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.generation import SampleMaker, open_maker
 from anygauge.trainer.plan import plan_steps, rollout_batch
@@ -184,9 +184,10 @@ def run(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> flo
     ledger = Ledger(workers)
     ledger.note("trainers", "started", time.perf_counter() - started)
     ledger.enter("start")
-    engines = stack.enter_context(
-        open_engines(config, loaded.backend, plugins, PARTS, workers, directory, ledger)
-    )
+    rollouts = launch_engines(config, loaded.backend, plugins, PARTS, workers, directory)
+    assert rollouts is not None
+    stack.enter_context(rollouts)
+    engines = stack.enter_context(open_engines(config, plugins, PARTS, workers, rollouts, directory, ledger))
     assert isinstance(engines, ColocatedEngines)
     maker = open_maker(config, plugins, stack.enter_context(engines.generation_client()))
     worst = 0.0

@@ -27,7 +27,7 @@ from colocation import PARTS, SIZES, load, prompts_of, train
 from anygauge.runtime.launch import launch_workers
 from anygauge.serving.colocated_engines import ColocatedEngines
 from anygauge.serving.colocation import ColocationScheduler
-from anygauge.serving.engines import open_engines
+from anygauge.serving.engines import launch_engines, open_engines
 from anygauge.trainer.generation import open_maker
 from anygauge_hooks.rl import SamplingParams
 
@@ -82,8 +82,11 @@ def run(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> boo
     )
     colocation = ColocationScheduler(lambda state: workers.call("set_memory_state", state=state))
     colocation.enter("start")
+    rollouts = launch_engines(config, loaded.backend, plugins, PARTS, workers, directory)
+    assert rollouts is not None
+    stack.enter_context(rollouts)
     engines = stack.enter_context(
-        open_engines(config, loaded.backend, plugins, PARTS, workers, directory, colocation)
+        open_engines(config, plugins, PARTS, workers, rollouts, directory, colocation)
     )
     assert isinstance(engines, ColocatedEngines)
     maker = open_maker(config, plugins, stack.enter_context(engines.generation_client()))

@@ -290,6 +290,8 @@ class RolloutEngineSpec:
     releases_memory: bool = False
     """Whether its clients can :meth:`~anygauge_hooks.serving.EngineClient.set_memory_state`, with which
     ``placement.colocated`` has servers share devices with the trainers."""
+    starts_early: bool = False
+    """Whether its servers are :class:`~anygauge_hooks.serving.SupportsEarlyStart`."""
     kinds: Sequence[ServerKind] = ("regular",)
     """Kinds of servers that it supports, for ``[[rollout.groups]]``."""
     attach: Callable[[RunConfig, str], EngineServer] | None = None

@@ -26,6 +26,7 @@ __all__ = [
     "MemoryState",
     "ServerKind",
     "ServerPeer",
+    "SupportsEarlyStart",
 ]
 
 MemoryState = Literal["nothing", "weights", "everything"]
@@ -223,3 +224,16 @@ class EngineServer(Protocol):
 
     def close(self) -> None:
         """End the process and its descendants, and remove their leftovers from the host."""
+
+
+class SupportsEarlyStart(Protocol):
+    """An :class:`EngineServer` whose process can start while the trainers still do."""
+
+    def begin(self, *, hold: bool) -> None:
+        """Start the process and return at once; :meth:`EngineServer.start` waits for it.
+
+        Called once, before the first ``start``, which has no encoders then.
+
+        :param hold: Take no memory of the devices before ``start``: the trainers have it until then.
+        :raises RolloutError: The process cannot be started.
+        """

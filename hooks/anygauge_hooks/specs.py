@@ -563,8 +563,9 @@ def after_evaluate(run: RunInfo, metrics: Mapping[str, float]) -> None:
 def on_wait(run: RunInfo, message: str) -> None:
     """Observe that a run waits, and for what.
 
-    Called every few seconds while a run that would go on, or end, waits for a checkpoint or an export to be
-    written; during an export, from another thread than that of the other hooks.
+    Called before ``before_train`` for the processes that are started, and every few seconds while a run that
+    would go on, or end, waits for a checkpoint or an export to be written; during an export, from another
+    thread than that of the other hooks.
 
     :param run: The run, with the number of finished steps.
     :param message: One line for the terminal: what is waited for, and how far it is.

@@ -107,6 +107,9 @@ class Here:
     def result(self) -> list[Any]:
         return self.pending
 
+    def ready(self) -> None:
+        pass
+
 
 Finished = tuple[Path, Observer]
 Train = Callable[..., Finished]

@@ -12,7 +12,8 @@ from PIL import Image
 
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
-from anygauge_hooks.errors import ConfigError
+from anygauge.trainer import run as run_module
+from anygauge_hooks.errors import ConfigError, WorkerDiedError
 from anygauge_hooks.rl import Group
 from anygauge_hooks.types import RunInfo
 from anygauge_tests.fake_engine.installed import install_fake_engine
@@ -58,6 +59,42 @@ def versions(groups: Sequence[Group]) -> list[set[int]]:
         {version for group in step for sample in group.samples for version in sample.weight_versions}
         for step in steps
     ]
+
+
+def test_rollout_engines_start_while_the_trainers_prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    class Preparing:
+        def __enter__(self) -> Preparing:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            events.append("trainers end")
+
+        def ready(self) -> None:
+            events.append("trainers are waited for")
+            raise WorkerDiedError("they died")
+
+    class Engines(Preparing):
+        def __exit__(self, *_: object) -> None:
+            events.append("engines end")
+
+    def launch(*_: object, wait: bool, **__: object) -> Preparing:
+        assert not wait
+        return Preparing()
+
+    def launch_engines(*_: object) -> Engines:
+        events.append("engines start")
+        return Engines()
+
+    install(tmp_path / "plugin", ["", ""], monkeypatch)
+    monkeypatch.setattr(run_module, "launch_workers", launch)
+    monkeypatch.setattr(run_module, "launch_engines", launch_engines)
+    with pytest.raises(WorkerDiedError, match="they died"):
+        run(tmp_path, Observer())
+    assert events == ["engines start", "trainers are waited for", "engines end", "trainers end"]
 
 
 def test_servers_that_end_are_started_again_with_the_current_weights(

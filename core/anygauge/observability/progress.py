@@ -64,10 +64,12 @@ class RunProgress:
         self._clock = clock
         self._console: Console | None = None
         self._live: Progress | None = None
+        self._has_begun = False
 
     @hookimpl
     def before_train(self, run: RunInfo) -> None:
         """Start the display."""
+        self._has_begun = True
         console = self._console = self._make_console()
         self._first_step = self._saved_step = run.step
         self._started = self._step_started = self._clock()
@@ -103,6 +105,8 @@ class RunProgress:
     @hookimpl
     def on_wait(self, run: RunInfo, message: str) -> None:
         """Say what the run waits for, above the live display if there is one."""
+        if not self._has_begun and self._console is None:
+            self._console = self._make_console()
         self._print(message)
 
     @hookimpl
@@ -115,7 +119,9 @@ class RunProgress:
     def on_error(self, run: RunInfo, error: BaseException) -> None:
         """Remove the live display before the error is printed, and print a summary of the run."""
         self._stop_live()
-        if self._console is None:
+        begun, self._has_begun = self._has_begun, False
+        if self._console is None or not begun:
+            self._console = None
             return
         # A signal is an exception only to this program, and the command names it.
         cause = f" by {type(error).__name__}" if isinstance(error, Exception) else ""
@@ -133,10 +139,10 @@ class RunProgress:
     def after_train(self, run: RunInfo) -> None:
         """End the display."""
         self._stop_live()
-        if self._console is not None:
+        if self._console is not None and self._has_begun:
             elapsed = _duration(self._clock() - self._started)
             self._print(f"run {run.name}: {_steps(self._first_step, run.step)} in {elapsed}")
-            self._console = None
+        self._console, self._has_begun = None, False
 
     def _seconds_left(self, run: RunInfo) -> float:
         done = run.step - self._first_step

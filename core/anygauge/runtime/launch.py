@@ -40,8 +40,9 @@ def launch_workers(
     extra_devices: int = 0,
     reads: Sequence[Path] = (),
     options: Mapping[str, Any] | None = None,
+    wait: bool = True,
 ) -> WorkerGroup:
-    """Start the workers of a role and return them ready for calls.
+    """Start the workers of a role and return them, ready for calls unless told otherwise.
 
     :param worker_class: ``"package.module:Class"``, called in each worker with the config and a
         ``WorkerContext``.
@@ -55,6 +56,7 @@ def launch_workers(
     :param extra_devices: Devices that workers of other roles take, which are started afterwards.
     :param reads: Directories that every worker needs, beside those that the config names.
     :param options: Further keyword arguments of the class; they are pickled.
+    :param wait: Whether to wait until they are ready; otherwise :meth:`WorkerGroup.ready` does.
     :returns: A context manager that ends the workers.
     :raises PlacementError: There is no room for them.
     :raises WorkerFailedError: A worker could not come up.
@@ -80,7 +82,9 @@ def launch_workers(
     )
     group = WorkerGroup(make_launcher(config)(spec), spec)
     with on_failure(group.end):
-        group.start()
+        group.begin()
+        if wait:
+            group.ready()
     _log.info("%s: %s", role, "; ".join(map(str, group.workers)))
     return group
 

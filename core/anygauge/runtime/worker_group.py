@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from anygauge.config.schema import Config
 from anygauge.observability.host import read_oom_kills
 from anygauge.runtime.cluster import (
     ClusterNode,
+    GroupRendezvous,
     NodeFacts,
     check_nodes,
     is_one_plain_host,
@@ -161,6 +162,14 @@ class PendingCall:
         return self._group._gather(self._method, limit_s, self._setting)
 
 
+class _BringUp(NamedTuple):
+    """Workers that prepare themselves."""
+
+    starting: PendingCall
+    rendezvous: GroupRendezvous | None
+    deadline: float
+
+
 class WorkerGroup:
     """Workers that answer calls together. Ended by the first error, and by leaving its ``with`` block."""
 
@@ -174,6 +183,7 @@ class WorkerGroup:
         self._oom_kills = read_oom_kills()
         self._hosts: Sequence[HostInfo] = ()
         self._before_call: Callable[[str], None] | None = None
+        self._bring_up: _BringUp | None = None
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -240,8 +250,8 @@ class WorkerGroup:
             self._before_call(method)
         return self._submit(method, per_rank, timeout_s, same_for_all, lifecycle=False)
 
-    def start(self) -> None:
-        """Bring up the workers: devices, process group, worker objects."""
+    def begin(self) -> None:
+        """Have the workers prepare themselves; :meth:`ready` waits for them."""
         deadline = time.monotonic() + self._spec.config.placement.start_timeout_s
         hosts: list[HostInfo] = self._lifecycle("locate", deadline)
         self._hosts = hosts
@@ -260,8 +270,22 @@ class WorkerGroup:
             ((), {"workers_on_host": nodes.count(host.node), "address": reached_at(self._spec.config, host)})
             for host in hosts
         ]
-        port = self._lifecycle("start", deadline, arguments, rendezvous=rendezvous)[0]
-        self._lifecycle("connect", deadline, rendezvous=rendezvous, port=port)
+        timeout_s = max(0.0, deadline - time.monotonic())
+        starting = self._submit("start", arguments, timeout_s, {"rendezvous": rendezvous}, lifecycle=True)
+        self._bring_up = _BringUp(starting, rendezvous, deadline)
+
+    def ready(self) -> None:
+        """Wait until the workers are there: devices, process group, worker objects. Later calls do nothing.
+
+        :raises WorkerFailedError: A worker could not come up; the group is ended.
+        :raises WorkerDiedError: A worker process ended; the group is ended.
+        :raises DeadlineError: They were not ready within ``placement.start_timeout_s``; the group is ended.
+        """
+        if (bring_up := self._bring_up) is None:
+            return
+        self._bring_up = None
+        port = bring_up.starting.result(max(0.0, bring_up.deadline - time.monotonic()))[0]
+        self._lifecycle("connect", bring_up.deadline, rendezvous=bring_up.rendezvous, port=port)
 
     def _inspect(self, hosts: Sequence[HostInfo], deadline: float) -> list[ClusterNode]:
         """Return the node of each rank, having checked that a run can go on over them."""

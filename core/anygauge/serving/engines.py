@@ -18,13 +18,15 @@ from anygauge.serving.colocation import ColocationScheduler
 from anygauge.serving.embedded_generator import embedded_client
 from anygauge.serving.generation_client import GenerationClient
 from anygauge.serving.served_engines import ServedEngines, devices_of_server, open_servers, push_weights
+from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.types import BackendSpec
 from anygauge_hooks.weights import WeightPeer, WeightTransportSpec
 
-__all__ = ["Engines", "SeparateEngines", "SharedEngines", "open_engines"]
+__all__ = ["Engines", "SeparateEngines", "SharedEngines", "launch_engines", "open_engines"]
 
 ROLLOUT = "anygauge.serving.rollout_workers:RolloutWorker"
+SERVER = "anygauge.serving.server_workers:ServerWorker"
 GRACE_S = 5.0
 """For an engine's own error to arrive, after an update that did not get to every engine."""
 
@@ -102,7 +104,7 @@ class SeparateEngines(SharedEngines):
         return reports
 
 
-def colocated(
+def _colocated(
     config: Config, plugins: Plugins, colocation: ColocationScheduler
 ) -> Callable[..., ServedEngines]:
     """Return the factory of engines that share the trainers' devices.
@@ -115,43 +117,70 @@ def colocated(
     return partial(ColocatedEngines, colocation=colocation, sender=lambda server: server * devices)
 
 
-@contextmanager
-def open_engines(
+def launch_engines(
     config: Config,
     backend: BackendSpec,
     plugins: Plugins,
     components: Components,
-    workers: WorkerGroup,
+    trainers: WorkerGroup,
     directory: Path,
-    colocation: ColocationScheduler,
-) -> Iterator[Engines]:
-    """Start the rollout engines that are processes of their own, if the config asks for some; end them after.
+) -> WorkerGroup | None:
+    """Start the workers of rollout engines that are processes of their own, while the trainers prepare.
 
-    :param workers: Those that train.
+    :param trainers: Placed, and not necessarily ready. They are ended after these workers.
     :param directory: The run's directory.
-    :param colocation: Scheduler that engines and trainers obey where they share devices.
+    :returns: A context manager that ends the workers; ``None`` if the run has none.
     """
-    count = config.placement.rollout_workers
-    trainers = workers if components.trains and components.generates else None
-    if not (config.has_engines_apart and components.generates):
-        yield SharedEngines(workers, trainers)
-        return
-    if plugins.get("register_rollout_engines", config.rollout.engine).serve is not None:
-        make = colocated(config, plugins, colocation) if colocation.shared else ServedEngines
-        is_seated = config.placement.colocated and config.placement.launcher == "ray"
-        seats = workers.seats(count, devices_of_server(config, plugins)) if is_seated else ()
-        with open_servers(config, backend, plugins, trainers, directory, make, seats) as servers:
-            yield servers
-        return
-    with launch_workers(
+    count, colocated = config.placement.rollout_workers, config.placement.colocated
+    if not (config.has_engines_apart and components.generates) or config.rollout.external:
+        return None
+    launch = partial(
+        launch_workers,
         config,
         backend,
         plugins,
-        worker_class=ROLLOUT,
         role="rollout",
         run_directory=directory,
         num_workers=count,
         collective=False,
-        first_device=config.placement.train_workers,
-    ) as rollouts:
-        yield SeparateEngines(rollouts, trainers)
+        first_device=0 if colocated else config.placement.train_workers,
+    )
+    if not _is_served(config, plugins):
+        return launch(worker_class=ROLLOUT, wait=False)
+    devices = devices_of_server(config, plugins)
+    seats = trainers.seats(count, devices) if colocated and config.placement.launcher == "ray" else ()
+    return launch(worker_class=SERVER, devices=devices, seats=seats)
+
+
+def _is_served(config: Config, plugins: Plugins) -> bool:
+    spec: RolloutEngineSpec = plugins.get("register_rollout_engines", config.rollout.engine)
+    return spec.serve is not None
+
+
+@contextmanager
+def open_engines(
+    config: Config,
+    plugins: Plugins,
+    components: Components,
+    trainers: WorkerGroup,
+    workers: WorkerGroup | None,
+    directory: Path,
+    colocation: ColocationScheduler,
+) -> Iterator[Engines]:
+    """Wait for the rollout engines, and let go of them after.
+
+    :param trainers: Those that train, which are ready.
+    :param workers: From :func:`launch_engines`.
+    :param directory: The run's directory.
+    :param colocation: Scheduler that engines and trainers obey where they share devices.
+    """
+    senders = trainers if components.trains and components.generates else None
+    if not (config.has_engines_apart and components.generates):
+        yield SharedEngines(trainers, senders)
+    elif workers is None or _is_served(config, plugins):
+        make = _colocated(config, plugins, colocation) if colocation.shared else ServedEngines
+        with open_servers(config, plugins, workers, senders, directory, make) as servers:
+            yield servers
+    else:
+        workers.ready()
+        yield SeparateEngines(workers, senders)

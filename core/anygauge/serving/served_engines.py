@@ -20,26 +20,22 @@ from anygauge.config import Config
 from anygauge.config.schema import POLICY
 from anygauge.plugins import Plugins
 from anygauge.runtime.event_loop import EventLoop
-from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.media_stores import open_store
-from anygauge.runtime.placement import Seat
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.serving.generation_client import GenerationClient
 from anygauge.serving.server_sources import AttachedServers, ServerSource, StartedServers
 from anygauge.serving.servers import Servers
 from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import DeadlineError
-from anygauge_hooks.types import BackendSpec
 
 if TYPE_CHECKING:
     from anygauge.weight_sync.report import SyncReport
     from anygauge_hooks.weights import WeightPeer
 
-__all__ = ["ServedEngines", "open_servers", "push_weights"]
+__all__ = ["ServedEngines", "devices_of_server", "open_servers", "push_weights"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-SERVER = "anygauge.serving.server_workers:ServerWorker"
 SHOWN = 3
 """Names in a message."""
 WATCH_S = 0.2
@@ -182,52 +178,29 @@ def push_weights(
 @contextmanager
 def open_servers(
     config: Config,
-    backend: BackendSpec,
     plugins: Plugins,
+    workers: WorkerGroup | None,
     trainers: WorkerGroup | None,
     directory: Path,
     make: Callable[..., ServedEngines] = ServedEngines,
-    seats: Sequence[Seat] = (),
 ) -> Iterator[ServedEngines]:
-    """Start the servers of a run, and end them after.
+    """Wait for the servers of a run, and let go of them after.
 
+    :param workers: Those that look after the servers, and end them; ``None`` for servers of somebody else.
     :param trainers: The workers that train, if any do.
     :param directory: Directory of the run.
-    :param seats: Places of servers on the devices of others, where Ray places them.
     :param make: Makes the engines of these servers.
     """
+    source = StartedServers(config, workers) if workers else _attached(config, plugins)
     with (
-        _source(config, backend, plugins, directory, seats) as source,
         EventLoop() as loop,
         closing(Servers(config, source, loop, open_store(config, directory.resolve()))) as servers,
     ):
         yield make(config, servers, trainers, loop)
 
 
-@contextmanager
-def _source(
-    config: Config, backend: BackendSpec, plugins: Plugins, directory: Path, seats: Sequence[Seat]
-) -> Iterator[ServerSource]:
-    """Yield where the servers come from; workers that start them end with the block."""
-    if config.rollout.external:
-        yield AttachedServers(config, plugins.get("register_rollout_engines", config.rollout.engine))
-        return
-    with (
-        launch_workers(
-            config,
-            backend,
-            plugins,
-            worker_class=SERVER,
-            role="rollout",
-            run_directory=directory,
-            num_workers=config.placement.rollout_workers,
-            collective=False,
-            first_device=0 if config.placement.colocated else config.placement.train_workers,
-            devices=devices_of_server(config, plugins),
-            seats=seats,
-        ) as workers,
-    ):
-        yield StartedServers(config, workers)
+def _attached(config: Config, plugins: Plugins) -> ServerSource:
+    return AttachedServers(config, plugins.get("register_rollout_engines", config.rollout.engine))
 
 
 def devices_of_server(config: Config, plugins: Plugins) -> int:

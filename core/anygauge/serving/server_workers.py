@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from anygauge.config import Config
@@ -20,6 +20,7 @@ from anygauge_hooks.serving import EngineServer, ServerPeer
 if TYPE_CHECKING:
     from anygauge.weight_sync.receiver import Receiver
     from anygauge_hooks.engines import RolloutEngineSpec
+    from anygauge_hooks.serving import SupportsEarlyStart
 
 __all__ = ["ServerWorker", "Serving"]
 
@@ -65,6 +66,8 @@ class ServerWorker:
         self._starts = 0
         self._starting: Future[None] | None = None
         """Restart of the server, while it is in progress."""
+        if spec.starts_early and self._plan.wave == 0:
+            cast("SupportsEarlyStart", self._server).begin(hold=config.placement.colocated)
 
     def serve(self, wave: int, encoders: Mapping[str, Sequence[str]]) -> Serving | None:
         """Start the server, if it belongs to this wave of starts.

@@ -30,6 +30,7 @@ from anygauge.observability.metrics import (
     rollout_metrics,
     train_datasets,
 )
+from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import raw_number
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
 from anygauge.run_directory.directory import RunDirectory
@@ -53,6 +54,7 @@ from anygauge.trainer.replay import ReplayedMedia, shown_in
 from anygauge.trainer.rollout_scheduler import GroupSource
 from anygauge.trainer.session import Session
 from anygauge.trainer.staleness import mask_stale
+from anygauge.trainer.state import RunState
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.errors import HealthError
@@ -167,13 +169,14 @@ def export(loop: Loop, name: str) -> None:
     config, session = loop.config, loop.session
     roles = [config, critic_config(config)] if has_critic(config, session.plugins) else [config]
     sizes = [expected_bytes(each.model.path, 2 if each.train.dtype == "bfloat16" else 4) for each in roles]
-    export_hf(session.workers, Path(loop.info.directory) / name, partial(tell_of_wait, session), sum(sizes))
+    tell = partial(tell_of_wait, session.plugins, session.state)
+    export_hf(session.workers, Path(loop.info.directory) / name, tell, sum(sizes))
 
 
-def tell_of_wait(session: Session, message: str) -> None:
+def tell_of_wait(plugins: Plugins, state: RunState, message: str) -> None:
     """Log what the run waits for, and tell the observers."""
     _log.info("%s", message)
-    session.plugins.notify("on_wait", run=session.info, message=message)
+    plugins.notify("on_wait", run=state.info, message=message)
 
 
 @contextmanager

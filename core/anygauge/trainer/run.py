@@ -30,7 +30,7 @@ from anygauge.runtime.media_stores import own_store
 from anygauge.runtime.signals import terminate_as_exception
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.serving.colocation import ColocationScheduler
-from anygauge.serving.engines import open_engines
+from anygauge.serving.engines import launch_engines, open_engines
 from anygauge.serving.served_engines import devices_of_server
 from anygauge.trainer.actors import replays
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
@@ -108,8 +108,17 @@ def open_loop(
     """Start what the steps of a run share, and go to where an earlier part of it ended; the stack ends it."""
     config, components = loaded.config, run_components(loaded.config)
     checkpoint = None if directory.checkpoint is None else directory.checkpoint.path
+    tell = partial(tell_of_wait, plugins, state)
     session = open_session(
-        loaded, plugins, components, inputs.eval_sets, state, stack, checkpoint=checkpoint, media=inputs.media
+        loaded,
+        plugins,
+        components,
+        inputs.eval_sets,
+        state,
+        stack,
+        checkpoint=checkpoint,
+        media=inputs.media,
+        tell=tell,
     )
     source = inputs.source if session.media is None else LoadedSource(inputs.source, session.media)
     if directory.continues:
@@ -117,8 +126,7 @@ def open_loop(
     write_capabilities(directory.path, plugins, loaded.backend)
     checkpoints = None
     if config.save.every is not None and components.trains and not replays(config):
-        on_wait = partial(tell_of_wait, session)
-        writer = CheckpointWriter(directory.path, config, session.workers, on_wait=on_wait)
+        writer = CheckpointWriter(directory.path, config, session.workers, on_wait=tell)
         checkpoints = stack.enter_context(closing(writer))
     session.trackers = open_trackers(config, plugins, state.info, stack)
     replayed_media = ReplayedMedia(session.media)
@@ -154,12 +162,14 @@ def open_session(
     *,
     checkpoint: Path | None,
     media: MediaFinder | None = None,
+    tell: Callable[[str], None] = logger.info,
 ) -> Session:
     """Start the scorers, the workers and the engines; the stack ends them.
 
     :param components: Components that are built.
     :param checkpoint: Loaded into the train engines, and from there into the rollout engines.
     :param media: Finder of the run's media; ``None`` for a run of text.
+    :param tell: Called with a line about what is started and waited for.
     """
     config, directory = loaded.config, Path(state.info.directory)
     stack.enter_context(single_torch_thread())
@@ -168,6 +178,7 @@ def open_session(
     if media is not None:
         # Closed after the workers, which may be reading.
         loader = stack.enter_context(closing(MediaLoader(own_store(config, directory), media)))
+    tell(starting_line(config, components))
     workers = stack.enter_context(
         launch_workers(
             config,
@@ -179,13 +190,20 @@ def open_session(
             extra_devices=extra_devices(config, plugins),
             reads=[] if checkpoint is None else [checkpoint],
             options={"components": components},
+            wait=False,
         )
     )
+    rollouts = launch_engines(config, loaded.backend, plugins, components, workers, directory)
+    if rollouts is not None:
+        stack.enter_context(rollouts)
+    workers.ready()
+    if rollouts is not None:
+        tell("the training workers are ready; the rollout engines are not yet (logs/rollout-*)")
     if checkpoint is not None:
         workers.call("load_checkpoint", path=str(checkpoint))
     colocation = open_colocation(config, components, workers)
     engines = stack.enter_context(
-        open_engines(config, loaded.backend, plugins, components, workers, directory, colocation)
+        open_engines(config, plugins, components, workers, rollouts, directory, colocation)
     )
     if checkpoint is not None:
         engines.sync(state.version)
@@ -207,6 +225,14 @@ def open_session(
         forbidden,
         loader,
     )
+
+
+def starting_line(config: Config, components: Components) -> str:
+    """Return which processes of a run start, for its terminal."""
+    engines = config.placement.rollout_workers if components.generates else 0
+    counts = {"training worker": config.placement.train_workers, "rollout engine": engines}
+    named = (f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
+    return f"starting {' and '.join(named)}"
 
 
 @contextmanager

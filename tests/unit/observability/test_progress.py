@@ -349,3 +349,18 @@ def test_report_environment() -> None:
     assert set(facts) == {"python", "platform", "cpus", "memory"}
     assert "usable of" in facts["cpus"]
     assert "GiB available of" in facts["memory"]
+
+
+def test_what_starts_is_said_before_the_first_step(run: RunInfo, capsys: pytest.CaptureFixture[str]) -> None:
+    plugin.on_wait(run=run, message="starting 1 training worker")
+    plugin.before_train(run=run)
+    plugin.after_train(run=run)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["starting", "run", "run"]
+
+
+def test_a_run_that_fails_to_start_has_no_summary(run: RunInfo, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        plugin.on_wait(run=run, message="starting 1 training worker")
+        plugin.on_error(run=run, error=RolloutError("no memory"))
+        plugin.after_train(run=run)
+    assert capsys.readouterr().out == "starting 1 training worker\n" * 2

@@ -12,7 +12,7 @@ from anygauge.config import Config
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.runtime import worker
 from anygauge.runtime.worker import Worker, WorkerSetup
-from anygauge.serving.served_engines import SERVER
+from anygauge.serving.engines import SERVER
 from anygauge_cpu.device import CpuDevice
 from anygauge_cuda.plugin import CUDA
 from anygauge_hooks import hookimpl

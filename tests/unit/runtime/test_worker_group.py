@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from anygauge.config.schema import Config
-from anygauge.runtime.rpc import Died, Returned, encode
+from anygauge.runtime.rpc import Died, Returned, decode, encode
+from anygauge.runtime.worker import HostInfo
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge_hooks.errors import WorkerDiedError
 
@@ -43,7 +44,9 @@ def group(script: Script) -> WorkerGroup:
         "data": {"train": ["d"]},
         "reward": {"function": "math"},
     }
-    spec: Any = SimpleNamespace(num_workers=2, role="rollout", config=Config.model_validate(tree), log=str)
+    spec: Any = SimpleNamespace(
+        num_workers=2, role="rollout", config=Config.model_validate(tree), log=str, collective=False
+    )
     transport: Any = script
     return WorkerGroup(transport, spec)
 
@@ -63,3 +66,39 @@ def test_every_other_end_is_an_error(method: str, arrivals: list[Mapping[int, by
     workers = group(Script(*arrivals))
     with pytest.raises(WorkerDiedError, match="exited with code 0"):
         workers.close() if method == "close" else workers.call(method)
+
+
+class Records(Script):
+    """A script that keeps which methods were called."""
+
+    def __init__(self, *arrivals: Mapping[int, bytes | Died]) -> None:
+        super().__init__(*arrivals)
+        self.methods: list[str] = []
+
+    def send(self, rank: int, message: bytes) -> None:
+        self.methods.append(decode(message).method)
+
+    def located(self, hosts: Sequence[HostInfo]) -> None: ...
+
+
+def test_workers_prepare_while_nobody_waits_for_them() -> None:
+    located = encode(Returned(HostInfo(pid=1, host="h", ip="127.0.0.1", node="here")))
+    both = {0: ANSWER, 1: ANSWER}
+    script = Records({0: located, 1: located}, both, both)
+    workers = group(script)
+    workers.begin()
+    assert script.methods == ["locate"] * 2 + ["start"] * 2, "the answers to start were not waited for"
+    workers.ready()
+    assert script.methods[4:] == ["connect"] * 2
+    workers.ready()
+    assert len(script.methods) == 6, "they are ready"
+
+
+def test_workers_that_die_while_they_prepare_are_an_error_where_they_are_waited_for() -> None:
+    located = encode(Returned(HostInfo(pid=1, host="h", ip="127.0.0.1", node="here")))
+    script = Records({0: located, 1: located}, {1: EXITED})
+    workers = group(script)
+    workers.begin()
+    with pytest.raises(WorkerDiedError, match="exited with code 0"):
+        workers.ready()
+    assert workers.is_ended

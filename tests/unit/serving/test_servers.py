@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from anygauge.config import Config
+from anygauge.config.schema import RolloutGroup
 from anygauge.runtime.event_loop import EventLoop
 from anygauge.serving.served_engines import ServedEngines
 from anygauge.serving.server_sources import StartedServers
@@ -20,6 +21,7 @@ from anygauge.serving.server_workers import ServerWorker
 from anygauge.serving.servers import RESTARTS, Servers
 from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.weight_sync.report import PeerOutcome, SyncReport
+from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
@@ -54,7 +56,9 @@ class Workers:
                     rank=rank,
                     device=SimpleNamespace(type="cpu"),
                     backend=SimpleNamespace(visible_devices_env=None),
-                    plugins=SimpleNamespace(get=lambda *_, own=server: SimpleNamespace(serve=lambda *_: own)),
+                    plugins=SimpleNamespace(
+                        get=lambda *_, own=server: RolloutEngineSpec(name="fake", serve=lambda *_: own)
+                    ),
                 ),
             )
             for rank, server in enumerate(servers)
@@ -256,3 +260,36 @@ def test_a_run_that_ends_does_not_wait_for_a_start() -> None:
     assert workers.workers[0]._starting is not None
     with pytest.raises(RolloutError, match="while it started"):
         workers.workers[0]._starting.result(0)
+
+
+class Begins:
+    """A server that only begins."""
+
+    def __init__(self, begun: list[tuple[int, bool]], rank: int) -> None:
+        self._begun, self._rank = begun, rank
+
+    def begin(self, *, hold: bool) -> None:
+        self._begun.append((self._rank, hold))
+
+
+def begin_servers(config: Config, *, starts_early: Sequence[bool]) -> list[tuple[int, bool]]:
+    """Make the workers of servers, and return which servers began, and whether they hold."""
+    begun: list[tuple[int, bool]] = []
+    for rank, early in enumerate(starts_early):
+        server: Any = Begins(begun, rank)
+        spec = RolloutEngineSpec(name="x", serve=lambda *_, own=server: own, starts_early=early)
+        plugins = SimpleNamespace(get=lambda *_, own=spec: own)
+        ServerWorker(config, SimpleNamespace(rank=rank, device=None, plugins=plugins))  # type: ignore[arg-type]
+    return begun
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_servers_that_can_do_so_begin_before_they_are_asked_for(colocated: bool) -> None:
+    placement = CONFIG.placement.model_copy(update={"rollout_workers": 2, "colocated": colocated})
+    config = CONFIG.model_copy(update={"placement": placement})
+    assert begin_servers(config, starts_early=[True, False]) == [(0, colocated)]
+    groups = (RolloutGroup(kind="encoder"), RolloutGroup())
+    later = config.model_copy(update={"rollout": config.rollout.model_copy(update={"groups": groups})})
+    assert begin_servers(later, starts_early=[True, True]) == [(0, colocated)], (
+        "1 needs the encoder's address"
+    )

@@ -13,10 +13,13 @@ from anygauge.distributed.lifetime import die_with
 from anygauge.serving.sglang.keys import set_keys
 from anygauge.serving.sglang.supervisor import SUPERVISOR
 
-__all__ = ["BACKEND", "ROLE"]
+__all__ = ["BACKEND", "HOLD", "ROLE"]
 
 BACKEND = "ANYGAUGE_SGLANG_BACKEND"
 """Environment variable of a server: name of the backend whose processes these are."""
+HOLD = "ANYGAUGE_SGLANG_HOLD"
+"""Environment variable of a server that imports and checks its arguments, and then waits for the end of its
+standard input: until then its devices are the trainers'."""
 ROLE = "sglang"
 """Role of these processes, for ``worker_env`` and ``prepare_worker``."""
 INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
@@ -43,6 +46,8 @@ def _serve(arguments: list[str]) -> None:
     if server_args.dp_size == 1:  # copies of the model meet in one place each
         # the store behind --nccl-port listens on every interface, to everybody; this directory is the user's
         os.environ.setdefault(INIT_METHOD, f"file://{tempfile.gettempdir()}/meeting")
+    if HOLD in os.environ:
+        sys.stdin.read()
     try:
         run_server(server_args)
     finally:

@@ -29,8 +29,8 @@ from anygauge.serving.sglang.arguments import (
 from anygauge.serving.sglang.installed import Installed, installed_sglang, missing
 from anygauge.serving.sglang.keys import key_variable, own_keys
 from anygauge.serving.sglang.kinds import plan_arguments, plan_ranks
-from anygauge.serving.sglang.launch import BACKEND, ROLE
-from anygauge.serving.sglang.supervisor import LOOK, STOP, supervisor_command
+from anygauge.serving.sglang.launch import BACKEND, HOLD, ROLE
+from anygauge.serving.sglang.supervisor import LOOK, RELEASE, STOP, supervisor_command
 from anygauge.serving.sglang.versions import ServerApi, find_api
 from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.weight_sync.control import EngineControl
@@ -105,21 +105,30 @@ class SGLangServer:
         self._encoders: Sequence[str] = ()
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._command: list[str] = []
+        self._ports: _Ports | None = None
+        """Ports of a process that has begun, and is yet to be waited for."""
         self._address = ""
         self._bootstrap: int | None = None
+        self._log_start = 0
+        """Where the log of the process begins."""
+
+    def begin(self, *, hold: bool) -> None:
+        """Start the process and return; see :class:`anygauge_hooks.serving.SupportsEarlyStart`."""
+        with on_failure(self.close):
+            self._ports = self._launch(hold=hold)
 
     def start(self, encoders: Sequence[str] = ()) -> str:
         """Start the server and return its address; see :class:`anygauge_hooks.serving.EngineServer`."""
-        self.close()
+        if self._ports is None:
+            self.close()
         self._encoders = encoders
         deadline = monotonic() + self._deadline_s
         for left in reversed(range(TRIES)):
-            offset = self.log.stat().st_size if self.log.exists() else 0
             try:
                 with on_failure(self.close):
                     return self._start(deadline)
             except RolloutError:
-                if not (left and _lost_a_port(self.log, offset)):
+                if not (left and _lost_a_port(self.log, self._log_start)):
                     raise
                 _log.warning("a port was taken before the server listened on it; it is started again")
         raise AssertionError("the last try returns or raises")
@@ -159,6 +168,7 @@ class SGLangServer:
     def close(self) -> None:
         """End the server's processes and remove their leftovers. Idempotent."""
         supervisor, self._supervisor = self._supervisor, None
+        self._ports = None
         if supervisor is None:
             return
         assert supervisor.stdin is not None
@@ -176,22 +186,32 @@ class SGLangServer:
             supervisor.wait()
 
     def _start(self, deadline: float) -> str:
+        """Wait until the server answers, having started it unless it has begun."""
+        ports = self._ports or self._launch(hold=False)
+        self._ports = None
+        self._tell(RELEASE)
+        self._await(ports.http, deadline)
+        return self._address
+
+    def _launch(self, *, hold: bool) -> _Ports:
+        """Start the process, and return the ports that it will listen on."""
         ports = _free_ports(self._host, self._earlier_port())
         self._command = self._command_for(ports)
         self._address = f"http://{in_url(self._host)}:{ports.http}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**self._environment, HOLD: "1"} if hold else self._environment
         with self.log.open("ab") as log:
+            self._log_start = log.tell()
             self._note(log)
             self._supervisor = subprocess.Popen(
                 supervisor_command(self._command, grace_s=GRACE_S),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=self._environment,
+                env=environment,
                 start_new_session=True,  # an interrupt at the terminal is for the driver to handle
             )
-        self._await(ports.http, deadline)
-        return self._address
+        return ports
 
     def _earlier_port(self) -> int:
         """Return where an encoder was found before, since those that ask it know no other place."""
@@ -226,15 +246,20 @@ class SGLangServer:
 
     def _look(self) -> None:
         """Have the supervisor record the server's processes and files, so that it can remove all of them."""
+        self._tell(LOOK)
         assert self._supervisor is not None
-        assert self._supervisor.stdin is not None
         assert self._supervisor.stdout is not None
-        with suppress(OSError):
-            self._supervisor.stdin.write(LOOK)
-            self._supervisor.stdin.flush()
         answered, _, _ = select.select([self._supervisor.stdout], [], [], ANSWER_S)
         if not answered or self._supervisor.stdout.read(len(LOOK)) != LOOK:
             raise self._failed("ended as soon as it had answered")
+
+    def _tell(self, word: bytes) -> None:
+        """Give the supervisor a command; whether it is still there shows elsewhere."""
+        assert self._supervisor is not None
+        assert self._supervisor.stdin is not None
+        with suppress(OSError):
+            self._supervisor.stdin.write(word)
+            self._supervisor.stdin.flush()
 
     def _listens(self, port: int) -> bool:
         """Return whether it is this server that listens on the port, and not another that was faster."""

@@ -22,14 +22,15 @@ import psutil
 
 from anygauge.distributed.lifetime import adopt_orphans, end_children
 
-__all__ = ["LOOK", "STOP", "SUPERVISOR", "supervisor_command"]
+__all__ = ["LOOK", "RELEASE", "STOP", "SUPERVISOR", "supervisor_command"]
 
 SUPERVISOR = "ANYGAUGE_SGLANG_SUPERVISOR"
 """Environment variable of a server: the process that it must not outlive."""
-STOP, LOOK = b"stop\n", b"look\n"
-"""Commands on the supervisor's standard input. ``STOP`` ends a server gracefully; closing the pipe without it
-kills the server. ``LOOK`` asks for an inspection once the server serves, and is answered by the same word on
-standard output. The log is standard error."""
+STOP, LOOK, RELEASE = b"stop\n", b"look\n", b"free\n"
+"""Commands on the supervisor's standard input, of one length. ``STOP`` ends a server gracefully; closing the
+pipe without it kills the server. ``LOOK`` asks for an inspection once the server serves, and is answered by
+the same word on standard output. ``RELEASE`` closes the server's own standard input, for which a server waits
+whose devices are not free yet. The log is standard error."""
 SHARED_MEMORY = Path("/dev/shm")
 OPENED, STAMPED = "sglang_", ("sgl_shm_", "multi_tokenizer_args_")
 """How SGLang begins the names of files in shared memory: of those that its processes keep open, and of those
@@ -92,7 +93,7 @@ def keep(command: Sequence[str], grace_s: float) -> int:
     wake = _wake_on_signals()
     scratch = tempfile.mkdtemp(prefix="anygauge-sglang-")  # SGLang never removes its sockets
     environment = {**os.environ, SUPERVISOR: str(os.getpid()), "TMPDIR": scratch}
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), env=environment)
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment)
     traces = _Traces()
     try:
         if _wait(server, wake, traces):
@@ -128,10 +129,13 @@ def _wait(server: subprocess.Popen[bytes], wake: int, traces: _Traces) -> bool:
         if _LIFELINE in ready:
             word = os.read(_LIFELINE, len(STOP))
             traces.look()
-            if word != LOOK:
+            if word == RELEASE and server.stdin is not None:
+                server.stdin.close()
+            elif word == LOOK:
+                with suppress(OSError):  # the worker is gone
+                    os.write(1, LOOK)
+            else:
                 return word == STOP
-            with suppress(OSError):  # the worker is gone
-                os.write(1, LOOK)
         if wake in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(wake, 64)):
             traces.look()
             return True

@@ -30,7 +30,9 @@ def serve(config, context):
 @hookimpl
 def register_rollout_engines():
     kinds = ("regular", "prefill", "decode", "encoder")
-    return [RolloutEngineSpec(name="fake", serve=serve, kinds=kinds, releases_memory=True)]
+    return [
+        RolloutEngineSpec(name="fake", serve=serve, kinds=kinds, releases_memory=True, starts_early=True)
+    ]
 '''
 
 

@@ -53,6 +53,8 @@ class FakeServer:
         self._fork_servers = fork_servers
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._pipes: list[IO[bytes]] = []
+        self._said: IO[bytes] | None = None
+        """Output of a process that has begun, and is yet to be waited for."""
 
     def __enter__(self) -> FakeServer:
         self.start()
@@ -70,20 +72,29 @@ class FakeServer:
             raise RolloutError("The fake engine was not started.")
         return self._process.pid
 
+    def begin(self, *, hold: bool) -> None:
+        """Start the process, which takes no memory of a device; :meth:`start` waits for it."""
+        self._said = self._launch()
+
     def start(self, encoders: Sequence[str] = ()) -> str:
         """Start the process, or start it again after its end, and return its address.
 
         :raises RolloutError: It ended before it served.
         """
-        self.close()
+        said, self._said = self._said, None
+        if said is None:
+            self.close()
+            said = self._launch()
         self.encoders = encoders
-        fork_servers = self._fork_servers or running()
-        said = self._start_cold() if fork_servers is None else self._start_forked(fork_servers)
         self.address = self._read_address(said)
         return self.address
 
-    def _start_cold(self) -> IO[bytes]:
+    def _launch(self) -> IO[bytes]:
         """Start a process and return what it says."""
+        fork_servers = self._fork_servers or running()
+        return self._start_cold() if fork_servers is None else self._start_forked(fork_servers)
+
+    def _start_cold(self) -> IO[bytes]:
         self._process = process = subprocess.Popen(
             self._command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -166,6 +177,7 @@ class FakeServer:
     def close(self) -> None:
         """End the process."""
         process, self._process = self._process, None
+        self._said = None
         if process is None:
             return
         if process.poll() is None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,7 +34,9 @@ STAND_IN = {
 class Arguments(list):
     dp_size = 1
 
-def prepare_server_args(words): return Arguments(words)
+def prepare_server_args(words):
+    print("checked", flush=True)
+    return Arguments(words)
 """,
     "launch_server.py": """
 import http.server, os, signal, subprocess, sys, time
@@ -47,6 +50,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def run_server(words):
     what = words[words.index("--dtype") + 1]
     print("starting", what, vars(words), flush=True)
+    if what == "looks":
+        print("free", os.path.exists(os.environ["MARK"]), sys.stdin.read() == "", flush=True)
     if what == "tells":
         is_inherited = "ANYGAUGE_SGLANG_KEYS" in os.environ
         print("said", os.environ["MARK"] == words.admin_api_key, is_inherited, flush=True)
@@ -192,6 +197,67 @@ def test_a_server_that_does_not_answer_in_time_is_an_error_and_is_ended(make: Ma
         server.start()
     assert "raise placement.start_timeout_s" in str(caught.value)
     assert not server.is_alive()
+
+
+def test_a_server_that_has_begun_is_the_one_that_starts(make: Make) -> None:
+    server = make()
+    server.begin(hold=False)
+    wait_for_log(server, "starting")
+    begun = server.facts()["pid"]
+    server.start()
+    assert server.facts()["pid"] == begun
+    assert server.log.read_text().count("starting serves") == 1
+
+
+def test_a_server_on_hold_touches_nothing_before_it_is_waited_for(make: Make, tmp_path: Path) -> None:
+    mark = tmp_path / "the trainers sleep"
+    server = make("looks", MARK=str(mark))
+    server.begin(hold=True)
+    wait_for_log(server, "checked")
+    time.sleep(0.2)  # one that does not hold has gone on by now
+    mark.touch()
+    server.start()
+    assert "free True True" in server.log.read_text()
+
+
+def test_a_server_reads_nothing_where_it_is_not_on_hold(make: Make, tmp_path: Path) -> None:
+    server = make("looks", MARK=str(tmp_path / "none"))
+    server.start()
+    assert "free False True" in server.log.read_text()
+
+
+def test_a_server_that_has_begun_and_ended_is_an_error_with_its_log(make: Make) -> None:
+    server = make("fails")
+    server.begin(hold=False)
+    wait_for_log(server, "the model is missing")
+    with pytest.raises(RolloutError, match="ended with status 1 before it answered"):
+        server.start()
+
+
+def test_a_server_that_has_begun_and_lost_its_port_is_started_again(make: Make, tmp_path: Path) -> None:
+    server = make("loses", MARK=str(tmp_path / "lost"))
+    server.begin(hold=False)
+    wait_for_log(server, "already in use")
+    assert server.start()
+    assert server.log.read_text().count("starting loses") == 2
+
+
+def test_a_server_on_hold_ends_with_its_processes(make: Make) -> None:
+    server = make()
+    server.begin(hold=True)
+    wait_for_log(server, "checked")
+    processes = family(server)
+    server.close()
+    assert not any(each.is_running() for each in processes)
+    server.start()
+    assert server.log.read_text().count("starting serves") == 1, "another process, which is not on hold"
+
+
+def wait_for_log(server: SGLangServer, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while text not in server.log.read_text():
+        assert time.monotonic() < deadline, server.log.read_text()
+        time.sleep(0.02)
 
 
 def test_a_server_that_lost_its_port_is_started_with_another(make: Make, tmp_path: Path) -> None:
