@@ -1,7 +1,7 @@
 """Colocation scheduler: sleep and wake-up of trainers and engines on the same devices.
 
-Both never fit together. So each phase first puts to sleep whoever has more memory than the phase allows, and
-only then wakes the others up:
+Where both do not fit at once, each phase first puts to sleep whoever has more memory than the phase allows,
+and only then wakes the others up:
 
 ========  ==========  ==========================  =====================================================
 phase     trainers    engines                     purpose
@@ -12,6 +12,8 @@ train     everything  nothing                     train
 sync      weights     weights                     move the weights from one to the other
 save      everything  weights, if they have any   write a checkpoint; what the engines have stays current
 ========  ==========  ==========================  =====================================================
+
+Where the first step has shown that both fit (:mod:`anygauge.serving.memory_fit`), both stay awake after it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
+from anygauge.serving.memory_fit import Awake, MemoryFit
 from anygauge_hooks.serving import MemoryState
 
 __all__ = ["PHASE_OF_CALL", "ColocationPhase", "ColocationScheduler", "SetMemoryState"]
@@ -36,16 +39,33 @@ PHASE_OF_CALL: Mapping[str, ColocationPhase] = {
 }
 """Phase that a call of the training workers needs. The others need no memory, or are a part of a phase."""
 _AMOUNT: Mapping[MemoryState, int] = {"nothing": 0, "weights": 1, "everything": 2}
+_AWAKE: Mapping[tuple[MemoryState, MemoryState], Awake] = {
+    ("nothing", "everything"): "engines",
+    ("nothing", "nothing"): "nobody",
+    ("everything", "nothing"): "trainers",
+}
+"""Who is awake in which states of trainers and engines, where a measurement tells something."""
+GIB = float(1 << 30)
 
 
 class ColocationScheduler:
     """Colocation phases of one run. Without trainers nothing is shared: a phase is entered at once.
 
     :param trainers: Sets the trainers' memory state, which is ``"everything"`` until the first phase.
+    :param fit: Decides whether both may stay awake; ``None`` lets them alternate.
+    :param tell: Called with a line about what was decided.
     """
 
-    def __init__(self, trainers: SetMemoryState | None = None) -> None:
+    def __init__(
+        self,
+        trainers: SetMemoryState | None = None,
+        fit: MemoryFit | None = None,
+        tell: Callable[[str], object] = lambda _: None,
+    ) -> None:
         self._trainers = trainers
+        self._fit = fit
+        self._tell = tell
+        self._both_awake = False
         self._engines: SetMemoryState | None = None
         self._refresh: Callable[[], None] | None = None
         self._trainers_state: MemoryState = "everything"
@@ -95,6 +115,12 @@ class ColocationScheduler:
             self._enter("sync")
             self._refresh()
             self._current = True
+        if phase != "start":
+            self._measure()
+        if self._stays_awake(phase):
+            self._set_engines("everything")
+            self._set_trainers("everything")
+            return
         has = self._engines_state
         wanted: dict[ColocationPhase, tuple[MemoryState, MemoryState]] = {
             "start": ("nothing", has),
@@ -106,8 +132,38 @@ class ColocationScheduler:
         trainers, engines = wanted[phase]
         if _AMOUNT[engines] < _AMOUNT[has]:
             self._set_engines(engines)
+            self._measure()
         self._set_trainers(trainers)
         self._set_engines(engines)
+
+    def _measure(self) -> None:
+        """Measure the devices for the decision of ``fit``, where one side or nobody is awake."""
+        states = (self._trainers_state, self._engines_state)
+        awake = _AWAKE.get(states)
+        if self._fit is not None and not self._both_awake and awake is not None:
+            self._fit.note(awake)
+
+    def _stays_awake(self, phase: ColocationPhase) -> bool:
+        """Return whether both are awake from this phase on."""
+        if self._fit is None or phase == "start":
+            return False
+        if self._both_awake and phase == "sync" and self._fit.is_short():
+            self._tell("little device memory is left: trainers and engines sleep in turns from now on")
+            self._fit, self._both_awake = None, False
+        elif not self._both_awake and phase == "generate":
+            self._decide(self._fit.spare_bytes())
+        return self._both_awake
+
+    def _decide(self, spare_bytes: int | None) -> None:
+        if spare_bytes is None:
+            return
+        if spare_bytes < 0:
+            self._fit = None
+            missing = f"{-spare_bytes / GIB:.1f} GiB"
+            self._tell(f"trainers and engines sleep in turns: {missing} too little for both at once")
+            return
+        self._both_awake = True
+        self._tell(f"trainers and engines both stay awake: {spare_bytes / GIB:.1f} GiB more than they need")
 
     def _set_trainers(self, state: MemoryState) -> None:
         if self._trainers is not None and state != self._trainers_state:

@@ -301,6 +301,10 @@ class ActorWorker(GeneratingWorker):
                     self._pusher.release_buffers()
             self._device.empty_cache()
 
+    def device_memory(self) -> Mapping[str, int]:
+        """Return the memory of this worker's device, in bytes."""
+        return self._device.memory()
+
     def save_hf(self, path: str) -> None:
         """Write a complete Hugging Face directory; that of the critic is in it.
 

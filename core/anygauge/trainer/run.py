@@ -31,6 +31,7 @@ from anygauge.runtime.signals import terminate_as_exception
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.serving.colocation import ColocationScheduler
 from anygauge.serving.engines import launch_engines, open_engines
+from anygauge.serving.memory_fit import MemoryFit
 from anygauge.serving.served_engines import devices_of_server
 from anygauge.trainer.actors import replays
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
@@ -201,7 +202,7 @@ def open_session(
         tell("the training workers are ready; the rollout engines are not yet (logs/rollout-*)")
     if checkpoint is not None:
         workers.call("load_checkpoint", path=str(checkpoint))
-    colocation = open_colocation(config, components, workers)
+    colocation = open_colocation(config, components, workers, tell)
     engines = stack.enter_context(
         open_engines(config, plugins, components, workers, rollouts, directory, colocation)
     )
@@ -256,11 +257,18 @@ def extra_devices(config: Config, plugins: Plugins) -> int:
     return config.placement.rollout_workers * devices_of_server(config, plugins) if own else 0
 
 
-def open_colocation(config: Config, components: Components, workers: WorkerGroup) -> ColocationScheduler:
+def open_colocation(
+    config: Config, components: Components, workers: WorkerGroup, tell: Callable[[str], None]
+) -> ColocationScheduler:
     """Return the colocation scheduler; on shared devices the trainers sleep, so that servers can start."""
     if not (config.placement.colocated and components.trains and components.generates):
         return ColocationScheduler()
-    colocation = ColocationScheduler(lambda state: workers.call("set_memory_state", state=state))
+    fit = None
+    if config.placement.offload == "auto":
+        fit = MemoryFit(lambda: workers.call("device_memory"), 2 * config.weight_sync.bucket_bytes)
+    colocation = ColocationScheduler(
+        lambda state: workers.call("set_memory_state", state=state), fit=fit, tell=tell
+    )
     workers.before_calls(colocation.before_call)
     colocation.enter("start")
     return colocation

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from anygauge.serving.colocation import PHASE_OF_CALL, ColocationPhase, ColocationScheduler
+from anygauge.serving.memory_fit import MemoryFit
 from anygauge.trainer.actors import ActorWorker
 from anygauge_hooks.serving import MemoryState
 
+GIB = 1 << 30
 AMOUNT = {"nothing": 0, "weights": 1, "everything": 2}
 
 
@@ -163,3 +165,96 @@ def test_a_call_of_the_trainers_enters_its_phase_before_they_are_asked(recorder:
 
 def test_every_call_with_a_phase_is_one_of_the_workers_that_train() -> None:
     assert [method for method in PHASE_OF_CALL if not callable(getattr(ActorWorker, method, None))] == []
+
+
+class Devices:
+    """Two devices of 100 GiB, on which trainers and engines have what they are given."""
+
+    def __init__(self, trainers: int, engines: int, *, allocator: bool = True) -> None:
+        self.needs = {"trainers": trainers, "engines": engines}
+        self.used = {"trainers": trainers, "engines": 0}
+        self.allocator = {"reserved": 0} if allocator else {}
+        self.lines: list[str] = []
+        self.scheduler = ColocationScheduler(
+            lambda state: self.hold("trainers", state), MemoryFit(self.memory, GIB), self.lines.append
+        )
+        self.moves: list[str] = []
+
+    def memory(self) -> list[dict[str, int]]:
+        free = 95 * GIB - sum(self.used.values()) * GIB
+        return [{**self.allocator, "free": free + each * GIB, "total": 100 * GIB} for each in (0, 3)]
+
+    def hold(self, who: str, state: MemoryState) -> None:
+        amount = {"nothing": 0, "weights": 1, "everything": self.needs[who]}[state]
+        self.used[who] = amount
+        self.moves.append(f"{who}: {state}")
+
+    def start(self) -> None:
+        self.scheduler.enter("start")
+        self.used["engines"] = self.needs["engines"]
+        self.scheduler.join(lambda state: self.hold("engines", state), lambda: None)
+
+    def step(self, *, grown: int = 0) -> list[str]:
+        """Take one step, in which the trainers grow, and return which states were set."""
+        self.moves.clear()
+        self.scheduler.enter("generate")
+        self.scheduler.enter("train")
+        self.needs["trainers"] += grown
+        self.used["trainers"] += grown
+        self.scheduler.enter("sync")
+        self.scheduler.synced()
+        return list(self.moves)
+
+
+IN_TURNS = [
+    *("trainers: nothing", "engines: everything"),
+    *("engines: nothing", "trainers: everything"),
+    *("trainers: weights", "engines: weights"),
+]
+
+
+def test_both_stay_awake_where_the_first_step_has_shown_that_both_fit() -> None:
+    devices = Devices(trainers=20, engines=50)
+    devices.start()
+    assert devices.step(grown=4) == IN_TURNS[2:], (
+        "what the trainers need is known at the end of the first step"
+    )
+    assert devices.step() == ["engines: everything", "trainers: everything"]
+    assert devices.step() == []
+    (line,) = devices.lines
+    assert line == "trainers and engines both stay awake: 10.0 GiB more than they need"
+    devices.scheduler.enter("save")
+    devices.scheduler.outdated()
+    devices.scheduler.enter("generate")
+    assert devices.moves == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "line"),
+    [
+        (Devices(20, 65), "trainers and engines sleep in turns: 1.0 GiB too little for both at once"),
+        (Devices(2, 2, allocator=False), None),
+    ],
+    ids=["too little", "the host"],
+)
+def test_both_sleep_in_turns_where_they_do_not_fit_or_nobody_knows(
+    devices: Devices, line: str | None
+) -> None:
+    devices.start()
+    assert devices.step() == IN_TURNS[2:]
+    for _ in range(2):
+        assert devices.step() == IN_TURNS
+    assert devices.lines == ([line] if line else [])
+
+
+def test_they_sleep_in_turns_again_once_the_trainers_have_grown() -> None:
+    devices = Devices(trainers=20, engines=50)
+    devices.start()
+    devices.step()
+    devices.step()
+    assert devices.step(grown=21) == [], "4 GiB are left"
+    assert devices.step(grown=1) == ["engines: weights", "trainers: weights"]
+    assert devices.step() == IN_TURNS
+    assert devices.lines[1:] == [
+        "little device memory is left: trainers and engines sleep in turns from now on"
+    ]

@@ -25,6 +25,9 @@ class Placement(Section):
     colocated: bool = False
     """Run served engines on the devices of the training workers: engines and trainers alternate, and whoever
     sleeps keeps its memory on the host. Otherwise engines have devices of their own."""
+    offload: Literal["auto", "always"] = "auto"
+    """Whether colocated engines and trainers sleep: ``always``, or ``auto``, which lets both stay awake where
+    the first step has shown that both fit on their devices."""
 
 
 class Cluster(Section):
