@@ -5,7 +5,8 @@ Run with the Python of an environment that has SGLang, this project (``make test
 which is started here, or ``python bench/client.py --fake`` for one whose tokens cost time and no processor.
 Each of ``--runs`` rounds gives the same token ids to both clients, one after the other, in turns the one
 first; each client is a process of its own, warmed up with a request, and finds an empty cache. Both ask for
-whole answers with log-probs, ``--concurrency`` requests under way. The last line is the median of the ratios.
+whole answers with log-probs, ``--concurrency`` requests under way, ``--samples`` of each prompt. The last
+line is the median of the ratios.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -25,6 +28,8 @@ from types import SimpleNamespace
 from typing import Any
 
 SEED = 42
+KEY = "ANYGAUGE_BENCH_KEY"
+"""Environment variable of the key that the real server asks for: the same for requests and for its cache."""
 
 
 def main() -> None:
@@ -51,10 +56,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--address", help="of a server that runs already")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--count", type=int, default=400, help="requests in a round")
+    parser.add_argument("--samples", type=int, default=1, help="requests with the same prompt")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--response-tokens", type=int, default=64)
     parser.add_argument("--requests", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--key", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -74,6 +81,7 @@ def _server(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Pa
         with FakeServer(fake) as server:
             yield server.address, model
     else:
+        options.key = os.environ[KEY] = secrets.token_hex(16)
         server = _real(options, folder)
         try:
             yield server.start(), options.model
@@ -96,6 +104,8 @@ def _real(options: argparse.Namespace, folder: Path) -> Any:
         "train": {"dtype": options.dtype},
         "rollout": {
             "engine": "sglang",
+            "api_key": f"${KEY}",
+            "admin_api_key": f"${KEY}",
             "max_batch_tokens": 32_768,
             "sglang": {
                 "context_length": 1024,
@@ -123,14 +133,14 @@ def _rows(options: argparse.Namespace, model: Path) -> list[list[int]]:
     rows = sample_random_requests(
         input_len=options.prompt_tokens,
         output_len=options.response_tokens,
-        num_prompts=options.count,
+        num_prompts=options.count // options.samples,
         range_ratio=1.0,
         tokenizer=tokenizer,
         dataset_path="",
         random_sample=False,
         return_text=False,
     )
-    return [[int(token) for token in row.prompt] for row in rows]
+    return [[int(token) for token in row.prompt] for row in rows for _ in range(options.samples)]
 
 
 def _tokenizer(model: Path) -> Any:
@@ -168,7 +178,10 @@ def _ours(options: argparse.Namespace, address: str, requests: Path) -> float:
     """Return the seconds that our client takes, in a process of its own."""
     command = [sys.executable, __file__, "--address", address, "--requests", str(requests)]
     command += ["--concurrency", str(options.concurrency), "--response-tokens", str(options.response_tokens)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    command += ["--key", options.key]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-4000:])
     return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
 
 
@@ -177,10 +190,15 @@ async def _generate_all(options: argparse.Namespace) -> dict[str, float]:
     from anygauge.serving.sglang.client import EngineClient
     from anygauge_hooks.rl import SamplingParams
     from anygauge_hooks.rollout import GenerateRequest
+    from anygauge_hooks.sglang import ServerKeys
 
     params = SamplingParams(max_new_tokens=options.response_tokens, temperature=0.0, ignore_eos=True)
     prompts = [tuple(tokens) for tokens in json.loads(options.requests.read_text())]
-    client = EngineClient(options.address, RolloutClient(concurrency=options.concurrency))
+    limits, keys = (
+        RolloutClient(concurrency=options.concurrency),
+        ServerKeys(api=options.key, admin=options.key),
+    )
+    client = EngineClient(options.address, limits, keys=keys)
     await client.generate(GenerateRequest("warm", prompts[0], params, seed=0))
     if not await client.flush_cache():
         raise SystemExit("The cache was not flushed.")
@@ -221,11 +239,16 @@ def _theirs(options: argparse.Namespace, address: str, model: Path, folder: Path
         "import sys, runpy\n"
         "from anygauge_cpu.env import declare_missing_operators\n"
         "declare_missing_operators()\n"
+        "import sglang.benchmark.datasets.random as prompts\n"
+        f"draw, samples = prompts.sample_random_requests, {options.samples}\n"
+        "prompts.sample_random_requests = lambda *, num_prompts, **given: [\n"
+        "    row for row in draw(num_prompts=num_prompts // samples, **given) for _ in range(samples)]\n"
         "runpy.run_module('sglang.benchmark.serving', run_name='__main__', alter_sys=True)\n"
     )
     command = [sys.executable, "-c", start, *flags]
     command += [part for name, value in said.items() for part in (f"--{name}", str(value))]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    environment = {**os.environ, "OPENAI_API_KEY": options.key}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if done.returncode or not output.exists():
         raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
     found = SimpleNamespace(**json.loads(output.read_text().splitlines()[-1]))

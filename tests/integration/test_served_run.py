@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from anygauge.serving.sglang.client.channel import Channel
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 from anygauge.trainer import run as run_module
@@ -95,6 +96,25 @@ def test_rollout_engines_start_while_the_trainers_prepare(
     with pytest.raises(WorkerDiedError, match="they died"):
         run(tmp_path, Observer())
     assert events == ["engines start", "trainers are waited for", "engines end", "trainers end"]
+
+
+def test_the_samples_of_a_prompt_are_one_http_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posts: list[int] = []
+    send = Channel.request
+
+    async def count(channel: Channel, path: str, body: bytes | None, **limits: Any) -> bytes:
+        if path == "/generate":
+            ids = json.loads(body or b"")["input_ids"]
+            posts.append(len(ids) if isinstance(ids[0], list) else 1)
+        return await send(channel, path, body, **limits)
+
+    monkeypatch.setattr(Channel, "request", count)
+    install(tmp_path / "plugin", ["", ""], monkeypatch)
+    observer = Observer()
+    run(tmp_path, observer, placement__rollout_workers=1)
+    assert posts == [len(group.samples) for group in observer.groups] == [4] * 12
 
 
 def test_servers_that_end_are_started_again_with_the_current_weights(

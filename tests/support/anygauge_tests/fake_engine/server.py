@@ -87,13 +87,15 @@ async def body_of(request: web.Request) -> dict[str, Any]:
 
 async def _generate(http: web.Request) -> web.StreamResponse:
     engine, body = http.app[ENGINE], await body_of(http)
-    fault = engine.faults.strike("generate")
-    if fault is not None and (answer := _play(engine, fault)) is not None:
-        return answer
+    ids: Any = body.get("input_ids")
+    is_batch = bool(ids) and isinstance(ids[0], list)
+    for _ in ids if is_batch else (ids,):
+        fault = engine.faults.strike("generate")
+        if fault is not None and (answer := _play(engine, fault)) is not None:
+            return answer
     await engine.faults.wait_if_hung()
-    ids = body.get("input_ids")
-    if ids and isinstance(ids[0], list):
-        return await _batch(engine, body)
+    if is_batch:
+        return await _batch(http, engine, body)
     try:
         request = engine.new_request(body)
     except ValueError as error:
@@ -124,20 +126,28 @@ async def _finished(http: web.Request, engine: Engine, request: ActiveRequest) -
                 engine.abort(request.rid, everything=False)
 
 
-async def _batch(engine: Engine, body: Mapping[str, Any]) -> web.Response:
-    rid, prompts = body.get("rid"), body["input_ids"]
+async def _batch(http: web.Request, engine: Engine, body: Mapping[str, Any]) -> web.Response:
+    rid, prompts, params = body.get("rid"), body["input_ids"], body.get("sampling_params")
     rids = [f"{rid}_{index}" for index in range(len(prompts))] if isinstance(rid, str) else rid
-    singles = [{**body, "input_ids": prompt, "rid": rids and rids[i]} for i, prompt in enumerate(prompts)]
+    singles = [
+        {
+            **body,
+            "input_ids": prompt,
+            "rid": rids and rids[i],
+            "sampling_params": params[i] if isinstance(params, list) else params,
+        }
+        for i, prompt in enumerate(prompts)
+    ]
     try:
         requests = [engine.new_request(single) for single in singles]
     except ValueError as error:
         return _error(str(error))
-    return json_response(await asyncio.gather(*(_answer(engine, request) for request in requests)))
+    return json_response(await asyncio.gather(*(_answer(http, engine, request) for request in requests)))
 
 
-async def _answer(engine: Engine, request: ActiveRequest) -> dict[str, Any]:
+async def _answer(http: web.Request, engine: Engine, request: ActiveRequest) -> dict[str, Any]:
     async with engine.generating(request):
-        await request.moved.wait()
+        await _finished(http, engine, request)
         return engine.answer(request)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import orjson
 
 from anygauge.serving.engine_state import retry_pause_s
+from anygauge.serving.sglang.client.batches import Batches
 from anygauge.serving.sglang.client.channel import Channel, OpenFilesError
 from anygauge.serving.sglang.client.media import needs_contents
 from anygauge.serving.sglang.client.wire import BootstrapRoom, read_answer, request_body, was_aborted
@@ -75,6 +76,7 @@ class EngineClient:
         """Not used: SGLang's answers say which weights made a token."""
         self._released: frozenset[MemoryPart] = frozenset()
         self._channel = Channel(self.address, self.name, keys)
+        self._batches = Batches(self._post, self.name)
         self._room = asyncio.Semaphore(options.concurrency)
         self._head, self._numbers = secrets.token_hex(6), itertools.count()
         self._farewells: set[asyncio.Task[None]] = set()
@@ -102,7 +104,10 @@ class EngineClient:
         """
         if ends is None:
             ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
-        return read_answer(await self._request(request, rank, handover, ends), self.name, request)
+        if request.media or handover is not None:
+            return read_answer(await self._request(request, rank, handover, ends), self.name, request)
+        async with self._attempt(request, ends) as rid:
+            return await self._batches.generate(request, rid, rank=rank, ends=ends)
 
     def handover(self, rank: int | None) -> BootstrapRoom:
         """Return a new room at the server's bootstrap address.
@@ -132,10 +137,12 @@ class EngineClient:
     ) -> bytes:
         async with self._attempt(request, ends) as rid:
             media = await self._media(request)
-            left_s = ends - asyncio.get_running_loop().time()
             body = request_body(request, rid, rank=rank, bootstrap=bootstrap, media=media)
-            purpose = f"request {request.label}"
-            return await self._channel.request("/generate", body, timeout_s=left_s, purpose=purpose)
+            return await self._post(body, ends, f"request {request.label}")
+
+    async def _post(self, body: bytes, ends: float, purpose: str) -> bytes:
+        left_s = ends - asyncio.get_running_loop().time()
+        return await self._channel.request("/generate", body, timeout_s=left_s, purpose=purpose)
 
     async def _media(self, request: GenerateRequest) -> list[bytes]:
         if not request.media:

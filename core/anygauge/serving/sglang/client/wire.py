@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import orjson
@@ -16,8 +17,10 @@ from anygauge_hooks.rollout import GenerateRequest, Generation
 
 __all__ = [
     "BootstrapRoom",
+    "batch_body",
     "generation_of",
     "read_answer",
+    "read_answers",
     "request_body",
     "version_of",
     "was_aborted",
@@ -78,6 +81,23 @@ def request_body(
     return orjson.dumps(body)
 
 
+def batch_body(requests: Sequence[GenerateRequest], rids: Sequence[str], *, rank: int | None = None) -> bytes:
+    """Return the body of several requests, which the engine answers together.
+
+    :param requests: Without media.
+    :param rids: Their ids in the engine; see :func:`request_body`.
+    """
+    body: dict[str, Any] = {
+        "rid": rids,
+        "input_ids": [request.tokens for request in requests],
+        "sampling_params": [_sampling_params(request.params, request.seed) for request in requests],
+        "return_logprob": True,
+    }
+    if rank is not None:
+        body["routed_dp_rank"] = rank
+    return orjson.dumps(body)
+
+
 def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "max_new_tokens": params.max_new_tokens,
@@ -105,10 +125,29 @@ def read_answer(data: bytes, engine: str, request: GenerateRequest) -> Generatio
     :param request: Request that was sent; with media, the engine must have read as many tokens as it has.
     :raises RolloutError: It is none, or its parts contradict each other or the request.
     """
-    try:
+    with _invalid(data, engine):
         answer = orjson.loads(data)
         _check_length(answer, request, engine)
         return generation_of(answer, engine)
+
+
+def read_answers(data: bytes, engine: str, count: int) -> list[Generation]:
+    """Decode the answer to :func:`batch_body`, in the order of its requests.
+
+    :raises RolloutError: It is none, or another number, or the parts of one contradict each other.
+    """
+    with _invalid(data, engine):
+        answers = orjson.loads(data)
+        if not isinstance(answers, list) or len(answers) != count:
+            raise ValueError(f"{count} requests were sent")
+        return [generation_of(answer, engine) for answer in answers]
+
+
+@contextmanager
+def _invalid(data: bytes, engine: str) -> Iterator[None]:
+    """Turn what an answer of another form leads to into the project's error."""
+    try:
+        yield
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise RolloutError(
             f"{engine} returned an invalid generation: {error!r}; it begins with {data[:_EXCERPT]!r}.",
