@@ -115,8 +115,7 @@ class ColocationScheduler:
             self._enter("sync")
             self._refresh()
             self._current = True
-        if phase != "start":
-            self._measure()
+        self._measure()
         if self._stays_awake(phase):
             self._set_engines("everything")
             self._set_trainers("everything")

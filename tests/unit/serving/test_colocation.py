@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from anygauge.config.roles import run_components
+from anygauge.config.schema import Config
 from anygauge.serving.colocation import PHASE_OF_CALL, ColocationPhase, ColocationScheduler
 from anygauge.serving.memory_fit import MemoryFit
 from anygauge.trainer.actors import ActorWorker
+from anygauge.trainer.run import open_colocation
 from anygauge_hooks.serving import MemoryState
 
 GIB = 1 << 30
@@ -206,6 +210,7 @@ class Devices:
         return list(self.moves)
 
 
+STEP: Sequence[ColocationPhase] = ("generate", "train", "sync")
 IN_TURNS = [
     *("trainers: nothing", "engines: everything"),
     *("engines: nothing", "trainers: everything"),
@@ -258,3 +263,48 @@ def test_they_sleep_in_turns_again_once_the_trainers_have_grown() -> None:
     assert devices.lines[1:] == [
         "little device memory is left: trainers and engines sleep in turns from now on"
     ]
+
+
+class Workers:
+    """A group on one device, which keeps which calls it gets."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def call(self, method: str, **_: object) -> list[dict[str, int]]:
+        self.calls.append(method)
+        return [{"reserved": 0, "free": 50 * GIB, "total": 100 * GIB}]
+
+    def before_calls(self, tell: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("offload", "bucket_gib", "line"),
+    [
+        ("auto", 1, "trainers and engines both stay awake: 38.0 GiB more than they need"),
+        ("auto", 30, "trainers and engines sleep in turns: 20.0 GiB too little for both at once"),
+        ("always", 1, None),
+    ],
+)
+def test_the_config_decides_whether_both_may_stay_awake(
+    offload: str, bucket_gib: int, line: str | None
+) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"path": "model"},
+            "data": {"train": ["t.jsonl"]},
+            "placement": {"colocated": True, "rollout_workers": 1, "offload": offload},
+            "weight_sync": {"bucket_bytes": bucket_gib * GIB},
+        }
+    )
+    workers: Any = Workers()
+    lines: list[str] = []
+    colocation = open_colocation(config, run_components(config), workers, lines.append)
+    colocation.join(lambda _: None, lambda: None)
+    for phase in STEP:
+        colocation.enter(phase)
+    colocation.synced()
+    colocation.enter("generate")
+    assert lines == ([line] if line else [])
+    assert ("device_memory" in workers.calls) == bool(line)
