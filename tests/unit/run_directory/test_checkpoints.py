@@ -195,7 +195,13 @@ def test_the_last_checkpoint_is_written_while_the_model_is_exported(
         config=make_config(),
         checkpoints=writer,
         info=info,
-        session=SimpleNamespace(workers=workers, components=components, plugins=plugins, info=info),
+        session=SimpleNamespace(
+            workers=workers,
+            components=components,
+            plugins=plugins,
+            info=info,
+            state=SimpleNamespace(info=info),
+        ),
         directory=SimpleNamespace(check=lambda: None),
     )
     finish_saving(loop)
