@@ -252,6 +252,8 @@ class TrainEngineSpec:
     """The same for a model that is asked for log-probs alone, and has no optimizer."""
     supports_offload: bool = False
     """Whether its engines are :class:`SupportsOffload`, which ``placement.colocated`` needs."""
+    supports_lora: bool = False
+    """Whether its engines train adapters as ``[train.lora]`` says; without, the table is refused."""
     prepare: Callable[[LoadedPlugins, BackendSpec], None] | None = None
     """Called with the process's plugins and its backend where a run has a ``train.provider``, before
     ``prepare_worker``: a provider may import the engine's libraries, and this must not."""

@@ -20,6 +20,7 @@ from anygauge.config.rules.file import (
 )
 from anygauge.config.rules.group import engine_kinds, external_rule, groups_rule
 from anygauge.config.rules.health import health_rule
+from anygauge.config.rules.lora import adapter_rule, lora_rules
 from anygauge.config.rules.media import media_rule
 from anygauge.config.rules.model import model_rules
 from anygauge.config.rules.parallel import (
@@ -120,6 +121,7 @@ def check(
         colocation_rules(config, plugins),
         weight_sync_rules(config, backend, plugins),
         _provider(config, backend),
+        lora_rules(config, plugins),
         engine_kinds(config, plugins),
         model_rules(config, plugins, trains=trains) if check_files else (),
         plugins.collect("check_config", config=config, backend=backend),
@@ -316,7 +318,7 @@ def _advantage_options(config: Config, plugins: Plugins) -> Problems:
 
 OVERWRITE_READS = (
     *("run.directory", "run.name", "run.overwrite", "model.path", "reference.path"),
-    *("teacher.path", "critic.path"),
+    *("teacher.path", "critic.path", "train.lora.path"),
     *("data.train", "data.cache", "eval.data", "eval.datasets", "hub.cache"),
 )
 TRAINING_FILE_RULES = (Check(train_files_rule, ("data.train",)),)
@@ -324,5 +326,6 @@ FILE_RULES = (
     Check(data_files_rule, ("data.train", "eval.data", "eval.datasets")),
     Check(run_directory_rule, ("run.directory", "run.name", "data.cache", "hub.cache")),
     Check(overwrite_rule, OVERWRITE_READS),
+    Check(adapter_rule, ("train.lora",)),
     Check(replay_rule, ("debug", "run.directory", "run.name", "run.overwrite")),
 )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from anygauge.config.schema import Config, Critic, Teacher
+from anygauge.config.schema import Config, Critic, Lora, Teacher
 from anygauge_hooks.errors import ConfigError
 
 __all__ = [
@@ -25,8 +25,9 @@ __all__ = [
 CLASSIFIER, LANGUAGE_MODEL = "ForSequenceClassification", "ForCausalLM"
 """How transformers ends the names of two architectures that differ in their output layer alone."""
 
-ACTOR_ONLY = {"router_replay": False}
-"""Settings of ``[train]`` that no other model has: routes are those that the policy's own pass captured."""
+ACTOR_ONLY = {"router_replay": False, "lora": Lora()}
+"""Settings of ``[train]`` that no other model has: routes are those that the policy's own pass captured, and
+a critic is trained in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,9 @@ def evaluation_components(config: Config, *, loads: bool) -> Components:
     :param loads: Whether it reads a checkpoint, which only train engines can.
     """
     given = bool(config.rollout.external)  # they have whatever weights they have, until they are sent others
-    return Components(trains=loads or given or config.run.task == "sft", generates=config.samples)
+    merges = config.train.lora.path is not None  # which a train engine does
+    trains = loads or given or merges or config.run.task == "sft"
+    return Components(trains=trains, generates=config.samples)
 
 
 def critic_config(config: Config) -> Config:

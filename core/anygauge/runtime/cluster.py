@@ -159,7 +159,7 @@ def saves(config: Config) -> bool:
 
 def model_paths(config: Config) -> list[str]:
     """Return the directories that each worker reads, as far as the driver has them itself."""
-    paths = [config.model.path, config.teacher.path, config.critic.path]
+    paths = [config.model.path, config.teacher.path, config.critic.path, config.train.lora.path]
     if compares(config):
         paths.append(config.reference.path)
     return [str(path.absolute()) for path in paths if path is not None and path.exists()]

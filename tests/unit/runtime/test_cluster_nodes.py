@@ -163,6 +163,8 @@ def test_each_worker_reads_the_model_and_the_reference_of_a_kl_term(tmp_path: Pa
         str(tmp_path.parent),
     ]
     assert model_paths(config(model="Some/Name")) == []
+    lora = {"lora": {"path": str(tmp_path)}}
+    assert model_paths(config(model="Some/Name", train=lora)) == [str(tmp_path)]
 
 
 def test_each_node_is_asked_for_what_its_workers_read(

@@ -96,6 +96,7 @@ def _read_paths(config: Config) -> Iterator[tuple[str, Path]]:
     """Yield the key and the path of what a run reads; a replay has a rule of its own."""
     read = [("model.path", config.model.path), ("reference.path", config.reference.path)]
     read += [("teacher.path", config.teacher.path), ("critic.path", config.critic.path)]
+    read += [("train.lora.path", config.train.lora.path)]
     for path, files in _file_lists(config):
         for index, file in enumerate(files):
             with suppress(ValueError):  # which is a problem of its own

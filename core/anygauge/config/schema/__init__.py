@@ -26,7 +26,7 @@ from anygauge.config.schema.rollout import (
 )
 from anygauge.config.schema.run import Debug, Health, Hub, Run, Save
 from anygauge.config.schema.section import DType, Section, path_alone
-from anygauge.config.schema.training import Algorithm, Train
+from anygauge.config.schema.training import Algorithm, Lora, Train
 
 __all__ = [
     "POLICY",
@@ -42,6 +42,7 @@ __all__ = [
     "EvalDataset",
     "Health",
     "Hub",
+    "Lora",
     "Media",
     "Model",
     "Parallel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -9,7 +10,7 @@ from pydantic import Field
 from anygauge.config.schema.models import Parallel
 from anygauge.config.schema.section import DType, NonNegative, Positive, Section
 
-__all__ = ["Algorithm", "Train"]
+__all__ = ["Algorithm", "Lora", "Train"]
 
 
 class Algorithm(Section):
@@ -56,6 +57,33 @@ class Algorithm(Section):
     mask_stale: NonNegative | None = None
     """Most versions between the weights that sampled a token and those being trained; older tokens are
     masked. ``None`` trains on all."""
+
+
+class Lora(Section):
+    """Low-rank adapters (LoRA), trained beside frozen weights. On where ``rank`` or ``path`` is set."""
+
+    rank: Positive | None = None
+    """Rank of each adapter; ``None`` takes that of ``path``, and without one trains all weights."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """Adapters are scaled by ``alpha / rank``; ``None`` takes that of ``path``, or twice the rank."""
+    targets: tuple[str, ...] | str | None = None
+    """Linear layers with an adapter: names such as ``["q_proj", "v_proj"]``, one regular expression that
+    matches whole names, or ``all-linear``: all but the output layer. ``None`` takes those of ``path``, or
+    ``all-linear``."""
+    modules_to_save: tuple[str, ...] | None = None
+    """Names of modules that are trained in full and saved beside the adapters, such as ``["lm_head"]``;
+    ``None`` takes those of ``path``, or none."""
+    dropout: float = 0.0
+    """Only 0: log-probs of the passes of a step, and of the rollout engine, would differ."""
+    path: Path | None = None
+    """Directory of a peft adapter that training starts from; its rank, alpha, targets and modules apply."""
+    export: Literal["both", "merged", "adapter"] = "both"
+    """Content of an export: merged weights, a peft adapter in ``adapter/``, or both."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained, and not all weights."""
+        return self.rank is not None or self.path is not None
 
 
 class Train(Section):
@@ -105,6 +133,8 @@ class Train(Section):
     """Options passed to the provider."""
     fused_loss: bool = True
     """Compute log-probs a tile of the logits at a time; ``false`` keeps those of a whole micro-batch."""
+    lora: Lora = Lora()
+    """Adapters that are trained in the place of all weights."""
     parallel: Parallel = Parallel()
     """How the model is divided among the workers."""
     megatron: dict[str, Any] = {}
