@@ -13,7 +13,7 @@ from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group
 
-__all__ = ["StepWork", "WorkerReport", "performance_metrics"]
+__all__ = ["LANGUAGE", "StepWork", "WorkerReport", "performance_metrics"]
 
 WorkerReport = Mapping[str, Mapping[str, float]]
 """Report of one worker for one step: ``seconds`` by phase; ``memory`` in bytes, from

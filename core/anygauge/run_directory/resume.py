@@ -29,7 +29,7 @@ HARMLESS = (
     *("run.tracker_options", "run.report", "run.progress", "run.timeout_s", "hub", "eval", "save", "cluster"),
     *("data.cache", "debug", "health", "placement.launcher", "train.replica_check_every"),
     *("placement.start_timeout_s", "reward.num_workers", "reward.concurrency", "reward.timeout_s"),
-    *("reward.memory_gib", "reward.max_failed_ratio", "rollout.client", "weight_sync"),
+    *("reward.memory_gib", "reward.max_failed_ratio", "rollout.client", "weight_sync", "train.lora.export"),
     *("rollout.gateway.host", "rollout.gateway.max_requests", "rollout.gateway.timeout_s"),
 )
 """Sections and keys that change nothing of what a step computes, unless :func:`_effect` says so."""

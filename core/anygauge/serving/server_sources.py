@@ -59,9 +59,9 @@ class StartedServers:
     :param workers: Those that look after them, one each, which end them too.
     """
 
-    has_first_weights = True
-
     def __init__(self, config: Config, workers: WorkerGroup) -> None:
+        # They load model.path, without the adapter that training may start from.
+        self.has_first_weights = config.train.lora.path is None
         self._plans = plan_servers(config)
         self._start_s = config.placement.start_timeout_s
         self._workers = workers

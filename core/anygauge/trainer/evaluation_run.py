@@ -13,6 +13,7 @@ from typing import Any
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
 from anygauge.config.roles import evaluation_components
+from anygauge.config.schema import Lora
 from anygauge.data.media.finder import MediaFinder
 from anygauge.hub import localized
 from anygauge.hub.names import model_name
@@ -47,6 +48,11 @@ OF_TRAINING: Sequence[Override] = (
     *((f"{role}.path", "none") for role in ("reference", "teacher", "critic")),
 )
 """Keys of what an evaluation does not do; what they name need not be there."""
+WITHOUT_ADAPTERS: Sequence[Override] = tuple(
+    (f"train.lora.{name}", "none" if field.default is None else field.default)
+    for name, field in Lora.model_fields.items()
+)
+"""Keys of a directory that is evaluated as it is: the adapters of an export are merged."""
 
 
 def find_checkpoint(source: Path) -> Checkpoint | None:
@@ -86,7 +92,7 @@ def evaluation_overrides(model: Path | None) -> list[Override]:
 
     :param model: A Hugging Face directory to evaluate; ``None`` leaves ``model.path``.
     """
-    return [*OF_TRAINING, *([] if model is None else [("model.path", str(model))])]
+    return [*OF_TRAINING, *([] if model is None else [("model.path", str(model)), *WITHOUT_ADAPTERS])]
 
 
 def evaluate_checkpoint(

@@ -30,6 +30,7 @@ from anygauge.observability.metrics import (
     rollout_metrics,
     train_datasets,
 )
+from anygauge.observability.performance import LANGUAGE
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import raw_number
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
@@ -98,7 +99,9 @@ class Loop:
     @property
     def flops(self) -> tuple[Callable[[int], float], Callable[[Media], float], Collection[str]]:
         """Functions that count the operations of a step, and the frozen parts."""
-        return self.flops_per_token, self.media_flops, self.config.train.freeze
+        train = self.config.train
+        frozen = (*train.freeze, LANGUAGE) if train.lora.is_on else train.freeze
+        return self.flops_per_token, self.media_flops, frozen
 
     @property
     def info(self) -> RunInfo:
@@ -170,7 +173,8 @@ def export(loop: Loop, name: str) -> None:
     roles = [config, critic_config(config)] if has_critic(config, session.plugins) else [config]
     sizes = [expected_bytes(each.model.path, 2 if each.train.dtype == "bfloat16" else 4) for each in roles]
     tell = partial(tell_of_wait, session.plugins, session.state)
-    export_hf(session.workers, Path(loop.info.directory) / name, tell, sum(sizes))
+    is_merged = not config.train.lora.is_on or config.train.lora.export != "adapter"
+    export_hf(session.workers, Path(loop.info.directory) / name, tell, sum(sizes) if is_merged else 0)
 
 
 def tell_of_wait(plugins: Plugins, state: RunState, message: str) -> None:

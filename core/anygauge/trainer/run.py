@@ -206,7 +206,8 @@ def open_session(
     engines = stack.enter_context(
         open_engines(config, plugins, components, workers, rollouts, directory, colocation)
     )
-    if checkpoint is not None:
+    # The engines have loaded model.path, and a start from an adapter trains other weights.
+    if checkpoint is not None or (components.trains and config.train.lora.path is not None):
         engines.sync(state.version)
     maker = None
     if components.generates:

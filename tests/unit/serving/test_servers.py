@@ -7,13 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from anygauge.config import Config
-from anygauge.config.schema import RolloutGroup
+from anygauge.config.schema import Lora, RolloutGroup
 from anygauge.runtime.event_loop import EventLoop
 from anygauge.serving.served_engines import ServedEngines
 from anygauge.serving.server_sources import StartedServers
@@ -93,11 +94,11 @@ class Trainers:
 class Opened:
     """A run's engines, and what stands for its workers."""
 
-    def __init__(self, fakes: Sequence[Any], loop: EventLoop) -> None:
+    def __init__(self, fakes: Sequence[Any], loop: EventLoop, config: Config = CONFIG) -> None:
         self.fakes = fakes
         self.workers, self.trainers = Workers(fakes), Trainers()
-        self.servers = Servers(CONFIG, StartedServers(CONFIG, self.workers), loop)  # type: ignore[arg-type]
-        self.engines = ServedEngines(CONFIG, self.servers, self.trainers, loop)  # type: ignore[arg-type]
+        self.servers = Servers(config, StartedServers(config, self.workers), loop)  # type: ignore[arg-type]
+        self.engines = ServedEngines(config, self.servers, self.trainers, loop)  # type: ignore[arg-type]
         self.loop = loop
 
     def starts(self) -> list[int]:
@@ -124,6 +125,18 @@ def opened() -> Iterator[Opened]:
         yield made
         made.servers.close()
         made.workers.call("close")
+
+
+def test_servers_get_their_first_weights_where_training_starts_from_an_adapter() -> None:
+    """They load ``model.path``, and the trainers have the adapter too."""
+    train = CONFIG.train.model_copy(update={"lora": Lora(path=Path("adapter"))})
+    fakes = [FakeServer(OPTIONS) for _ in range(2)]
+    with EventLoop() as loop:
+        opened = Opened(fakes, loop, CONFIG.model_copy(update={"train": train}))
+        opened.engines.sync(0)
+        assert opened.trainers.pushes == [(0, [(server.address, 0) for server in fakes])]
+        opened.servers.close()
+        opened.workers.call("close")
 
 
 def until(condition: Callable[[], bool]) -> None:
