@@ -32,7 +32,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3(tmp_path_factory.mktemp("model"), vocab_size=64, init_std=0.2)
 
 
-@pytest.fixture(params=["megatron", pytest.param("fsdp", marks=pytest.mark.fsdp)])
+LORA = {"engine": "fsdp", "lora": {"rank": 16, "alpha": 128, "modules_to_save": ["norm"]}}
+
+
+@pytest.fixture(
+    params=[
+        {"engine": "megatron"},
+        pytest.param({"engine": "fsdp"}, marks=pytest.mark.fsdp),
+        pytest.param(LORA, marks=pytest.mark.fsdp),
+    ],
+    ids=["megatron", "fsdp", "lora"],
+)
 def make_worker(request: pytest.FixtureRequest, context: WorkerContext, model: Path) -> MakeWorker:
     def make(**sections: Any) -> ActorWorker:
         config = Config.model_validate(
@@ -42,7 +52,7 @@ def make_worker(request: pytest.FixtureRequest, context: WorkerContext, model: P
                 "data": {"train": []},
                 "reward": {"function": "none"},
                 **sections,
-                "train": {"engine": request.param, **sections.get("train", TRAIN)},
+                "train": {**request.param, **sections.get("train", TRAIN)},
             }
         )
         return ActorWorker(config, context, components=Components(trains=True, generates=False, learns=True))

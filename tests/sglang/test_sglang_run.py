@@ -11,14 +11,30 @@ from typing import Any
 
 import pytest
 import tomli_w
+import torch
+from safetensors.torch import save_file
 
+from anygauge_hooks import hookimpl
 from anygauge_hooks.rl import Group
+from anygauge_hooks.types import NamedFunction
 from anygauge_tests.observer import Observer, run_with_observer
 from anygauge_tests.recipe import tiny_recipe
 
 BENCH = Path(__file__).parents[2] / "bench" / "end_to_end.py"
 ROWS = ("apart-sync", "colocated-tp2")
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
+
+
+class Rewarding(Observer):
+    """An observer with a reward that differs among samples, so that each step changes the weights."""
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        return [NamedFunction(name="digits", fn=digits, inline=True)]
+
+
+def digits(response: str) -> float:
+    return sum(character.isdigit() for character in response) / 4
 
 
 def run(directory: Path, **keys: Any) -> Observer:
@@ -36,7 +52,7 @@ def run(directory: Path, **keys: Any) -> Observer:
             **keys,
         },
     )
-    observer = Observer()
+    observer = Rewarding()
     run_with_observer(path, observer)
     return observer
 
@@ -90,3 +106,31 @@ def test_samples_of_an_asynchronous_run_tell_the_weights_of_each_token(tmp_path:
     assert versions(observer.groups)[0] == 0
     assert versions(observer.groups)[-1] in (4, 5)  # the last step trains version 5
     assert max(metrics["rollout/lag/max"] for metrics in observer.metrics) == 1
+
+
+def write_adapter(directory: Path) -> None:
+    """Write an adapter of the recipe's model in peft's format."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.o_proj.lora_{part}.weight": torch.randn(
+            shape, generator=generator
+        )
+        * 0.3
+        for layer in range(2)
+        for part, shape in (("A", (4, 64)), ("B", (64, 4)))
+    }
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]}
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "adapter_model.safetensors")
+
+
+def test_a_server_has_the_merged_weights_from_the_first_step(tmp_path: Path) -> None:
+    """It loads ``model.path``, and training starts from an adapter."""
+    write_adapter(tmp_path / "adapter")
+    lora = {"train__engine": "fsdp", "train__lora__path": tmp_path / "adapter", "algorithm__kl_coef": 0.01}
+    observer = run(tmp_path, reward__function="digits", **lora)
+    for metrics in observer.metrics:
+        assert metrics["train/train_rollout_logprob_abs_diff"] < 1e-4
+        assert metrics["train/grad_norm"] > 0
+    assert observer.metrics[0]["train/kl_loss"] > 1e-3, "the reference has no adapter"

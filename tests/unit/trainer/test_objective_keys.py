@@ -151,7 +151,7 @@ NO_LOSS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("train.adam_betas", "train.adam_eps"), ADAM),
         **dict.fromkeys(("train.min_lr", "train.lr_schedule", "train.warmup_steps"), SCHEDULE),
         "train.freeze": "tests/unit/engines/test_media_engine.py::test_frozen_parts_have_no_gradients",
-        "train.lora": "tests/unit/config/test_lora_rules.py",
+        "train.lora": "tests/unit/engines/test_lora.py::test_only_adapters_and_saved_modules_are_trained",
         "critic.lr": "tests/integration/test_roles.py::test_the_warm_up_leaves_the_policy_as_it_is",
         "critic.lr_warmup_steps": CRITIC_KEYS,
     },

@@ -42,12 +42,21 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpointer(BackgroundSave):
-    """Saves and restores the training state of one rank."""
+    """Saves and restores the training state of one rank.
+
+    :param shards: All of the model, or those that are trained beside a frozen base.
+    :param base: Facts of that base; empty without one.
+    """
 
     def __init__(
-        self, shards: Sequence[LocalShard], optimizer: ShardedOptimizer, context: WorkerContext
+        self,
+        shards: Sequence[LocalShard],
+        optimizer: ShardedOptimizer,
+        context: WorkerContext,
+        base: Mapping[str, Any],
     ) -> None:
         super().__init__(context.device)
+        self._base = base
         self._shards = shards
         self._optimizer = optimizer
         self._context = context
@@ -81,6 +90,7 @@ class Checkpointer(BackgroundSave):
             schedule={"num_steps": self.step},
             groups=[group_settings(group) for group in self._optimizer.inner.param_groups],
             rng=rng_state(self._context.device),
+            base=self._base,
         )
         return description, tensors
 
@@ -117,6 +127,7 @@ class Checkpointer(BackgroundSave):
     @contextmanager
     def _checked(self, directory: Path) -> Iterator[PieceReader]:
         with open_pieces(directory) as reader:
+            self._check_base(reader.files[0].base)
             wanted = {shard.name: tuple(shard.tensor.shape) for shard in self._shards}
             stored = {name: tuple(shape) for name, shape in reader.shapes.items()}
             if odd := {n for n in wanted.keys() | stored.keys() if wanted.get(n) != stored.get(n)}:
@@ -129,6 +140,18 @@ class Checkpointer(BackgroundSave):
             for shard in self._shards:
                 self._check_shard(reader, shard)
             yield reader
+
+    def _check_base(self, stored: Mapping[str, Any]) -> None:
+        """Check that adapters belong to the weights that the model has, wherever these are by now.
+
+        :raises CheckpointError: They do not.
+        """
+        here, there = ({n: v for n, v in each.items() if n != "path"} for each in (self._base, stored))
+        if here != there:
+            raise CheckpointError(
+                f"The checkpoint is of {_of_base(stored)}; the engine has {_of_base(self._base)}.",
+                hint="Restore model.path, train.dtype and [train.lora] as they were when the run began.",
+            )
 
     def _check_shard(self, reader: PieceReader, shard: LocalShard) -> None:
         if not shard.local.numel():
@@ -175,6 +198,15 @@ class Checkpointer(BackgroundSave):
                 _log.warning("the checkpoint was made on %s, this is %s: the bits differ", own.device, here)
         elif own.rank == context.rank:
             restore_rng(context.device, own.rng)
+
+
+def _of_base(base: Mapping[str, Any]) -> str:
+    if not base:
+        return "a model without adapters"
+    return (
+        f"adapters of rank {base['rank']} and alpha {base['alpha']} on {base['path']} (checksum "
+        f"{base['checksum']})"
+    )
 
 
 def _region(shard: LocalShard) -> Region:

@@ -21,16 +21,18 @@ from anygauge.distributed.all_gather import all_gather_values
 from anygauge.distributed.known_results import GroupUse, check_known_results
 from anygauge.engines.agreement import check_facts_agree, config_facts
 from anygauge.engines.base import BaseEngine, check_finite
+from anygauge.engines.fsdp.adapter_files import write_adapter
+from anygauge.engines.fsdp.base_roles import BaseRoles
 from anygauge.engines.fsdp.batch import MicroBatch, micro_batches
 from anygauge.engines.fsdp.checkpoint import Checkpointer
 from anygauge.engines.fsdp.model import Outputs, build_model, torch_dtype
 from anygauge.engines.fsdp.optimizer import ShardedOptimizer
 from anygauge.engines.fsdp.start_check import check_at_start
-from anygauge.engines.fsdp.weights import full_weights, load_weights, local_shards
+from anygauge.engines.fsdp.weights import base_shards, full_weights, load_weights, local_shards
 from anygauge.engines.hf_directory import read_config
 from anygauge.engines.memory_offload import DeviceMemory
 from anygauge.engines.responses import compared, loss_inputs, unpack
-from anygauge.engines.roles import ACTOR, RoleWeights
+from anygauge.engines.roles import ACTOR
 from anygauge.engines.schedule import decay_steps, learning_rate
 from anygauge.kernels.table import resolve_kernels
 from anygauge_hooks.batch import TopKLogProbs, TrainBatch
@@ -76,8 +78,16 @@ class FsdpEngine(BaseEngine):
         if self.trains:
             learning = [shard for shard in self.shards if shard.tensor.requires_grad]
             self.optimizer = ShardedOptimizer(learning, config.train, context)
-            self._checkpoint = Checkpointer(self.shards, self.optimizer, context)
-        self._roles = RoleWeights([shard.local for shard in self.shards], _nothing, _nothing)
+            adapters = self.root.adapters
+            kept = learning if adapters.layers else self.shards
+            base = adapters.description(str(config.model.path))
+            self._checkpoint = Checkpointer(kept, self.optimizer, context, base)
+        self._roles = BaseRoles(
+            self.root.adapters,
+            config.model.path,
+            base_shards(self.root),
+            partial(load_weights, self.root),
+        )
         self._planned: tuple[TrainBatch, Sequence[MicroBatch]] | None = None
         """Micro-batches of the last batch, which its passes share."""
         self._memory = DeviceMemory(
@@ -229,7 +239,7 @@ class FsdpEngine(BaseEngine):
     def load_role(self, role: str, path: str) -> None:
         """Keep host copies of another role's weights, read from a Hugging Face directory."""
         self._memory.need("everything", f"room for the weights of the {role}")
-        self._roles.keep(role, partial(load_weights, self.root, Path(path)))
+        self._roles.keep(role, Path(path))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under Hugging Face names."""
@@ -238,6 +248,15 @@ class FsdpEngine(BaseEngine):
 
     def _exported(self) -> tuple[Iterator[tuple[str, Tensor]], torch.dtype]:
         return full_weights(self.root, self.root.names, self.dtype), self.dtype
+
+    def save_hf(self, path: str) -> None:
+        """Write a complete Hugging Face directory, a peft adapter in ``adapter/``, or both."""
+        adapters, export = self.root.adapters, self.config.train.lora.export
+        if not adapters.layers or export != "adapter":
+            super().save_hf(path)
+        if adapters.layers and export != "merged":
+            self._memory.need("weights", "an adapter")
+            write_adapter(Path(path) / "adapter", adapters, self.shards, self.config.model.path)
 
     def load_checkpoint(self, path: str) -> None:
         """Restore a checkpoint of :meth:`save_checkpoint`. A collective."""
@@ -264,7 +283,3 @@ class ForwardOnlyEngine(FsdpEngine):
     """
 
     trains = False
-
-
-def _nothing(*_: Any) -> None:
-    """Do nothing: each rank's shards are its own, and were checked when they were read."""

@@ -20,8 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from anygauge.config import Config
+from anygauge.engines.fsdp.adapter_files import read_adapter
 from anygauge.engines.fsdp.attention import register_attention
-from anygauge.engines.fsdp.weights import StoredNames, load_weights
+from anygauge.engines.fsdp.lora import Adapters, add_adapters
+from anygauge.engines.fsdp.weights import StoredNames, load_weights, local_shards
 from anygauge.kernels.linear_logprob import linear_topk
 from anygauge.kernels.reference import logits_logprob
 from anygauge.kernels.table import KernelTable
@@ -59,6 +61,7 @@ class ShardedModel(nn.Module):
         self.layers = decoder_layers(model)
         self.names: Mapping[str, StoredNames] = {}
         """Where the checkpoint of the model has its tensors."""
+        self.adapters = Adapters()
         if is_critic:
             _drop_output_layer(model, self.output_name)
             hidden = model.config.get_text_config().hidden_size
@@ -189,6 +192,9 @@ def build_model(
         kernels.resolve("vocab_parallel_logprob", dtype=dtype),
     )
     root = ShardedModel(model, logprob, is_critic=is_critic).requires_grad_(trains)
+    lora = config.train.lora
+    if lora.is_on and trains:
+        root.adapters = add_adapters(root, lora, dtype)
     root.eval()  # dropout and noise of routers are for pretraining
     root.unused = [f"^{re.escape(prefix)}" for prefix in unused]
     if config.train.recompute == "full" and trains:
@@ -197,7 +203,17 @@ def build_model(
     _shard(root, root.layers, dtype, context.device.type)
     _materialize(root, context.device.torch_device)
     root.names = load_weights(root, config.model.path)
+    if root.adapters.layers:
+        _start_adapters(root, config)
     return root
+
+
+def _start_adapters(root: ShardedModel, config: Config) -> None:
+    """Give adapters their first values, those of ``train.lora.path`` if there is one. A collective."""
+    shards, path = local_shards(root), config.train.lora.path
+    root.adapters.start(shards, config.run.seed)
+    if path is not None:
+        read_adapter([shard for shard in shards if shard.tensor.requires_grad], path)
 
 
 def torch_dtype(config: Config) -> torch.dtype:

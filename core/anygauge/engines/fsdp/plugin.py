@@ -53,6 +53,7 @@ def register_train_engines() -> list[TrainEngineSpec]:
             make_critic=_make_critic,
             make_forward_only=_make_frozen,
             supports_offload=True,
+            supports_lora=True,
             make_family=causal_lm_family,
             check_model=_check_model,
         )

@@ -18,7 +18,16 @@ from anygauge.engines.agreement import check_facts_agree, on_every_rank
 from anygauge.engines.hf_directory import TensorReader, open_tensors
 from anygauge_hooks.errors import WeightMappingError
 
-__all__ = ["LocalShard", "StoredNames", "full_weights", "load_weights", "local_shards", "own_rows"]
+__all__ = [
+    "LocalShard",
+    "StoredNames",
+    "base_shards",
+    "full_weights",
+    "load_weights",
+    "local_shards",
+    "own_rows",
+    "whole",
+]
 
 SHOWN = 8
 """Tensors that an error names."""
@@ -64,6 +73,11 @@ def local_shards(root: nn.Module) -> list[LocalShard]:
     return [LocalShard(name.removeprefix(ROOT), tensor) for name, tensor in named]
 
 
+def base_shards(root: Any) -> list[LocalShard]:
+    """Return those that a checkpoint of the model has: all but adapters."""
+    return [shard for shard in local_shards(root) if not root.adapters.owns(shard.name)]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredNames:
     """Where a tensor of the model is in a checkpoint."""
@@ -74,7 +88,7 @@ class StoredNames:
     is_stack: bool = False
 
 
-def load_weights(root: nn.Module, directory: Path) -> Mapping[str, StoredNames]:
+def load_weights(root: Any, directory: Path) -> Mapping[str, StoredNames]:
     """Read this rank's part of each weight from a Hugging Face directory. A collective.
 
     A value head that the directory lacks is filled with zeros: a critic expects nothing before it has seen a
@@ -89,7 +103,7 @@ def load_weights(root: nn.Module, directory: Path) -> Mapping[str, StoredNames]:
         check_facts_agree(lambda: _small_tensors(source))
         names = _locate(root, source)
         with torch.no_grad():
-            for shard in local_shards(root):
+            for shard in base_shards(root):
                 _read(shard, names.get(shard.name), source)
     return names
 
@@ -119,7 +133,7 @@ def _locate(root: Any, source: TensorReader) -> Mapping[str, StoredNames]:
         known[name] = stored
     names: dict[str, StoredNames] = {}
     problems: list[str] = []
-    for shard in local_shards(root):
+    for shard in base_shards(root):
         candidates = _candidates(shard, stacks, f"{model.base_model_prefix}.")
         stored_names = next(
             (
@@ -217,24 +231,27 @@ def _read(shard: LocalShard, stored: StoredNames | None, source: TensorReader) -
 
 
 def full_weights(
-    root: nn.Module, names: Mapping[str, StoredNames], dtype: torch.dtype
+    root: Any, names: Mapping[str, StoredNames], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors under their Hugging Face names. A collective: every rank iterates to the end.
+    """Yield whole tensors under their Hugging Face names, adapters merged into them.
+
+    A collective: every rank iterates to the end.
 
     :param names: Where a checkpoint has them, of :func:`load_weights`.
     :param dtype: Dtype of the parameters; buffers keep theirs.
     """
-    for shard in local_shards(root):
-        tensor = shard.tensor.detach()
-        whole = _whole(tensor.to(dtype)) if isinstance(tensor, DTensor) else tensor
+    for shard in base_shards(root):
+        tensor = root.adapters.merged(shard)
+        full = whole(tensor.to(dtype)) if isinstance(tensor, DTensor) else tensor
         stored = names.get(shard.name, StoredNames([[shard.name]]))
         if not stored.is_stack:
-            yield stored.experts[0][0], whole
+            yield stored.experts[0][0], full
             continue
-        for expert, part in zip(stored.experts, whole, strict=True):
+        for expert, part in zip(stored.experts, full, strict=True):
             yield from zip(expert, part.chunk(len(expert)), strict=True)
 
 
-def _whole(tensor: Any) -> Tensor:
+def whole(tensor: Any) -> Tensor:
+    """Return all of a sharded tensor. A collective."""
     full: Tensor = tensor.full_tensor()
     return full
