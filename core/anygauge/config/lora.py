@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,9 @@ def read_adapter_config(directory: Path) -> LoraSettings:
             targets=_without_word(config["target_modules"]),
             modules_to_save=tuple(config.get("modules_to_save") or ()),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if settings.rank < 1 or not 0 < settings.alpha < math.inf:
+            raise ValueError(f"r = {settings.rank}, lora_alpha = {settings.alpha}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"{directory} is not a peft adapter: its {ADAPTER_CONFIG} cannot be read: {error!r}.",
             hint=f"Name a directory with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft's save_pretrained "

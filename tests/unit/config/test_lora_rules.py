@@ -120,6 +120,8 @@ ADAPTERS: Iterable[tuple[Mapping[str, Any], list[str], str]] = (
     ({}, ["--train.lora.rank=8"], "train.lora.rank: found 8 .*; the adapter of train.lora.path has 4"),
     ({}, ["--train.lora.alpha=8"], "train.lora.alpha: found 8.0 .*; the adapter of train.lora.path has 6.0"),
     ({"r": "absent"}, [], r"is not a peft adapter: its adapter_config.json cannot be read: KeyError\('r'\)"),
+    ({"r": 0}, [], "is not a peft adapter: .*r = 0, lora_alpha = 6.0"),
+    ({"lora_alpha": -1}, [], "is not a peft adapter: .*r = 4, lora_alpha = -1.0"),
     ({"peft_type": "IA3"}, [], "peft_type = 'IA3', which LoRA here does not support"),
     ({"bias": "all"}, [], "bias = 'all', which"),
     ({"use_rslora": True}, [], "use_rslora = True, which"),
