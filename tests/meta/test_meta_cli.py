@@ -15,7 +15,7 @@ SURFACE = {
     "doctor": ["--backend", "--json", "--timeout"],
     "hooks": ["--backend", "--json", "--strict"],
     "check-model": [*("directory", "--engine", "--backend", "--prompt", "--layers", "--trust-remote-code")],
-    "convert": ["--to-megatron", "--to-hf", "--model", "--workers", "--check"],
+    "convert": ["--to-megatron", "--to-hf", "--to-bfloat16", "--model", "--workers", "--check"],
 }
 
 

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Callable
 
 from anygauge.cli.arguments import local_path, positive
 from anygauge.observability.control_characters import visible
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "Convert weights between a Hugging Face directory and a Megatron checkpoint."
+TELL_S = 10.0
+"""Seconds between lines of progress."""
+HELP = "Convert weights between Hugging Face directories, FP8 ones too, and Megatron checkpoints."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the two directions."""
+    """Declare the directions."""
     direction = parser.add_mutually_exclusive_group(required=True)
     for option, form in (("--to-megatron", "Megatron checkpoint"), ("--to-hf", "Hugging Face directory")):
         direction.add_argument(
             option, nargs=2, type=local_path, metavar=("DIR", "OUT"), help=f"write a {form} to OUT"
         )
+    direction.add_argument(
+        "--to-bfloat16",
+        nargs=2,
+        type=local_path,
+        metavar=("DIR", "OUT"),
+        help="write the bfloat16 model of a Hugging Face directory with FP8 weights to OUT",
+    )
     parser.add_argument(
         "--model",
         type=local_path,
@@ -33,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert one directory into another, new one."""
+    if args.to_bfloat16 is not None:
+        return _dequantize(args)
     from anygauge.engines.megatron.conversion.paths import check_source, check_target, is_of_run
 
     source, target = args.to_megatron or args.to_hf
@@ -58,3 +71,31 @@ def run(args: argparse.Namespace) -> int:
         print(visible(text))
     print(f"wrote {target}{', the same to the bit' if args.check else ''}")
     return 0
+
+
+def _dequantize(args: argparse.Namespace) -> int:
+    for option, value in (("--model", args.model), ("--workers", args.workers)):
+        if value is not None:
+            args.parser.error(f"{option} has no effect with --to-bfloat16; leave it out")
+    from anygauge.engines.dequantize import to_bfloat16
+    from anygauge.engines.megatron.conversion.paths import check_source, check_target
+
+    source, target = args.to_bfloat16
+    check_source(source, megatron=False)
+    counts = to_bfloat16(source, check_target(target, source), check=args.check, tell=_told())
+    print(f"dequantized {counts['dequantized']} tensors; left out {counts['left out']} scales of activations")
+    print(f"wrote {visible(str(target))}{', the same to the bit' if args.check else ''}")
+    return 0
+
+
+def _told() -> Callable[[int, int], None]:
+    """Return what says now and then how many tensors were read."""
+    said = time.monotonic()
+
+    def tell(number: int, count: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= TELL_S:
+            said = time.monotonic()
+            print(f"tensor {number} of {count}", flush=True)
+
+    return tell

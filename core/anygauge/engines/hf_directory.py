@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from anygauge_hooks.errors import AnygaugeError, CheckpointError
 
 __all__ = [
     "FILE_BYTES",
+    "PREDICTION_HEADS",
     "TensorReader",
     "config_of_weights",
     "open_tensors",
@@ -30,7 +31,7 @@ __all__ = [
 
 FILE_BYTES = 5_000_000_000
 """Largest file of weights, unless one tensor is larger."""
-_PREDICTION_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+PREDICTION_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of ``config.json`` that count heads of multi-token prediction, which no family has."""
 _TYPE_KEYS = frozenset(("dtype", "torch_dtype"))
 _OF_SOURCE = ("quantization_config", "torch_dtype")
@@ -142,6 +143,7 @@ def write_directory(
     dtype: torch.dtype,
     *,
     changes: Mapping[str, Any] | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a complete Hugging Face directory, atomically; it is on the disk before it has its name.
 
@@ -151,6 +153,7 @@ def write_directory(
     :param weights: Full tensors by Hugging Face name; streamed, one shard in memory at a time.
     :param dtype: Written to the config.
     :param changes: Other keys of the config that differ.
+    :param check: Called with the directory before it has its name.
     :raises CheckpointError: ``target`` exists, or it cannot be written.
     """
     if target.exists():
@@ -161,6 +164,8 @@ def write_directory(
             config = config_of_weights(read_config(source), dtype) | {**(changes or {})}
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             _write_shards(partial, weights)
+            if check is not None:
+                check(partial)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{target} cannot be written: {error}.",
@@ -175,7 +180,7 @@ def config_of_weights(source: Mapping[str, Any], dtype: torch.dtype) -> dict[str
     another part that has said it before.
     """
     config = {key: value for key, value in source.items() if key not in _OF_SOURCE}
-    heads = {key: 0 for key in _PREDICTION_HEADS if key in config}
+    heads = {key: 0 for key in PREDICTION_HEADS if key in config}
     for part, inside in config.items():
         if isinstance(inside, Mapping) and (part == "text_config" or _TYPE_KEYS & inside.keys()):
             config[part] = config_of_weights(inside, dtype)

@@ -59,7 +59,7 @@ def doctor_does(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], No
         (["doctor", "--timeout=-3"], "'-3' is not a finite number above 0"),
         (["doctor", "--timeout", "inf"], "'inf' is not"),
         (["doctor", "--timeout", "soon"], "'soon' is not"),
-        (["convert", "a", "b"], "one of the arguments --to-megatron --to-hf is required"),
+        (["convert", "a", "b"], "one of the arguments --to-megatron --to-hf --to-bfloat16 is required"),
     ],
 )
 def test_wrong_usage_exits_with_2(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

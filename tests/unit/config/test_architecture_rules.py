@@ -63,8 +63,8 @@ BAD = [
         "describes 5 layers, and its num_hidden_layers is 3",
     ),
     ("qwen3_5_moe", {"layer_types": ["full_attention"] * 2}, "describes 2 layers"),
-    ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "write it in bfloat16 first"),
-    ("deepseek_v3", {"quantization_config": []}, "write it in bfloat16 first"),
+    ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "anygauge convert --to-bfloat16"),
+    ("deepseek_v3", {"quantization_config": []}, "anygauge convert --to-bfloat16"),
 ]
 
 

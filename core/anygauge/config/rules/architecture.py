@@ -51,7 +51,7 @@ def _quantization(hf: Mapping[str, Any]) -> Iterator[str]:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         yield (
             f"its config.json has a quantization_config ({method}), and quantised weights cannot be trained: "
-            "write it in bfloat16 first, without that key"
+            "write FP8 weights in bfloat16 first, with anygauge convert --to-bfloat16 DIR OUT"
         )
 
 

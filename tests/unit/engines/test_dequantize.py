@@ -1,0 +1,230 @@
+"""FP8 checkpoints are written in bfloat16."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from anygauge.cli import main
+from anygauge.engines import dequantize as module
+from anygauge.engines.dequantize import dequantize, to_bfloat16
+from anygauge.testing.tiny import tiny_qwen3
+from anygauge_hooks.errors import CheckpointError
+
+BLOCK = (8, 16)
+FP8 = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}
+Scale = Callable[[Tensor], Tensor]
+
+
+def blocks(weight: Tensor) -> Tensor:
+    """Return a scale for each block of a weight, the last ones of which may be cut off."""
+    rows, columns = (math.ceil(size / block) for size, block in zip(weight.shape, BLOCK, strict=True))
+    scale = torch.empty(rows, columns)
+    for row in range(rows):
+        for column in range(columns):
+            part = weight[row * BLOCK[0] :, column * BLOCK[1] :][: BLOCK[0], : BLOCK[1]]
+            scale[row, column] = part.abs().max() / 448
+    return scale
+
+
+def expanded(scale: Tensor, shape: torch.Size) -> Tensor:
+    """Return the scale of each element, one by one."""
+    values = torch.empty(shape)
+    for row in range(shape[0]):
+        for column in range(shape[1]):
+            values[row, column] = scale[row // BLOCK[0], column // BLOCK[1]]
+    return values
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    tiny_qwen3(directory, hidden=24, heads=2, head_dim=12, mlp=36, layers=1, vocab_size=32)
+    return directory
+
+
+def quantized(model: Path, *, end: str = "_scale_inv", scale: Scale = blocks, **config: Any) -> Path:
+    """Write the FP8 directory of a model and return it."""
+    target = model.parent / "fp8"
+    target.mkdir()
+    weights: dict[str, Tensor] = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            scales = scale(weight.float()).to(torch.bfloat16)
+            whole = scales if scales.numel() == 1 or scales.shape[1] == 1 else expanded(scales, weight.shape)
+            weights[name] = (weight.float() / whole.float()).to(torch.float8_e4m3fn)
+            weights[name + end] = scales
+        else:
+            weights[name] = weight
+    save_file(weights, target / "model.safetensors")
+    for file in model.iterdir():
+        if file.suffix == ".json":
+            (target / file.name).write_text(file.read_text())
+    hf = json.loads((model / "config.json").read_text())
+    hf |= {"quantization_config": FP8, "num_nextn_predict_layers": 1, **config}
+    (target / "config.json").write_text(json.dumps(hf))
+    return target
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors")
+
+
+def test_a_weight_is_the_product_of_its_numbers_and_the_scale_of_their_block() -> None:
+    weight = torch.linspace(-400, 400, 20 * 40).view(20, 40).to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 3) + 0.5
+    found = dequantize(weight, scale, BLOCK)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, (weight.float() * expanded(scale, weight.shape)).bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(20,), (20, 1)])
+def test_scales_of_rows_may_have_one_dimension_less(shape: tuple[int, ...]) -> None:
+    weight, scale = torch.randn(20, 20).to(torch.float8_e4m3fn), torch.rand(20)
+    found = dequantize(weight, scale.view(shape), None)
+    assert torch.equal(found, (weight.float() * scale[:, None]).bfloat16())
+
+
+def test_it_is_that_of_transformers_where_blocks_divide_the_weight() -> None:
+    weight = torch.randn(3, 16, 32).to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 2, 2)
+    theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
+    assert torch.equal(dequantize(weight, scale, BLOCK), theirs)
+
+
+def test_a_published_checkpoint_becomes_a_model(model: Path, tmp_path: Path) -> None:
+    source = quantized(model)
+    told: list[tuple[int, int]] = []
+    counts = to_bfloat16(source, tmp_path / "out", check=True, tell=lambda *at: told.append(at))
+    original, stored = load_file(model / "model.safetensors"), load_file(source / "model.safetensors")
+    written = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    assert counts == {"dequantized": 7, "left out": 0}
+    assert written.keys() == original.keys()
+    assert told[: len(original)] == [(i, len(original)) for i in range(1, len(original) + 1)]
+    for name, weight in written.items():
+        if name + "_scale_inv" in stored:
+            whole = expanded(stored[name + "_scale_inv"].float(), weight.shape)
+            assert torch.equal(weight, (stored[name].float() * whole).bfloat16())
+            assert torch.allclose(weight.float(), original[name].float(), rtol=0.07, atol=1e-4)
+        else:
+            assert torch.equal(weight, original[name])
+            assert weight.dtype == original[name].dtype
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["num_nextn_predict_layers"] == 1, "its tensors are there too"
+    assert config["dtype"] == "bfloat16"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [lambda weight: weight.abs().amax(1, keepdim=True) / 448, lambda weight: weight.abs().max()[None] / 448],
+    ids=["rows", "one"],
+)
+def test_scales_of_rows_and_of_whole_weights(scale: Scale, model: Path, tmp_path: Path) -> None:
+    source = quantized(
+        model, end="_scale", scale=scale, quantization_config={"quant_method": "compressed-tensors"}
+    )
+    rewrite(source, lambda weights: weights.update({"model.layers.0.mlp.up_proj.input_scale": torch.ones(1)}))
+    counts = to_bfloat16(source, tmp_path / "out")
+    assert counts == {"dequantized": 7, "left out": 1}
+    original = load_file(model / "model.safetensors")
+    for name, weight in load_file(tmp_path / "out" / "model-00001-of-00001.safetensors").items():
+        assert torch.allclose(weight.float(), original[name].float(), rtol=0.07, atol=1e-4)
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+CONFIGS: list[tuple[Mapping[str, Any] | None, str]] = [
+    (None, "quant_method is None .* and must be one of fp8, compressed-tensors"),
+    ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
+    ({**FP8, "weight_block_size": [128]}, r"weight_block_size = \[128\], not two numbers above 0"),
+    ({**FP8, "weight_block_size": [0, 1]}, r"weight_block_size = \[0, 1\]"),
+    ({**FP8, "weight_block_size": [8, 8]}, r"scales of blocks of \[8, 8\]"),
+]
+
+
+@pytest.mark.parametrize(("config", "text"), CONFIGS)
+def test_configs_that_are_refused(
+    config: Mapping[str, Any] | None, text: str, model: Path, tmp_path: Path
+) -> None:
+    source = quantized(model, quantization_config=config)
+    with pytest.raises(CheckpointError, match=text):
+        to_bfloat16(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+TENSORS: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
+    (lambda weights: weights.pop(NAME + "_scale_inv"), f"no scale of {NAME}, which is torch.float8_e4m3fn"),
+    (
+        lambda weights: weights.update({NAME + "_scale_inv": torch.full((5, 2), math.inf)}),
+        f"{NAME} of shape .36, 24. has scales that are not finite",
+    ),
+    (
+        lambda weights: weights.update({NAME + "_scale_inv": torch.ones(5)}),
+        f"{NAME} of shape .36, 24. has",
+    ),
+    (
+        lambda weights: weights.update({"x.weight_packed": torch.ones(2, dtype=torch.int32)}),
+        "cannot be dequantized here: x.weight_packed is torch.int32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), TENSORS)
+def test_tensors_that_are_refused(
+    change: Callable[[dict[str, Tensor]], object], text: str, model: Path, tmp_path: Path
+) -> None:
+    source = quantized(model)
+    rewrite(source, change)
+    with pytest.raises(CheckpointError, match=text) as caught:
+        to_bfloat16(source, tmp_path / "out")
+    assert caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_check_notices_what_was_written_wrong(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = module._compare
+
+    def compare_other(written: Path, weights: Any) -> None:
+        path = written / "model-00001-of-00001.safetensors"
+        changed = load_file(path)
+        changed[NAME][0, 0] += 1
+        save_file(changed, path)
+        compare(written, weights)
+
+    monkeypatch.setattr(module, "_compare", compare_other)
+    with pytest.raises(CheckpointError, match=f"has another {NAME} than was written"):
+        to_bfloat16(quantized(model), tmp_path / "out", check=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = quantized(model), tmp_path / "out"
+    assert main(["convert", "--to-bfloat16", str(source), str(target), "--check"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (
+        f"dequantized 7 tensors; left out 0 scales of activations\nwrote {target}, the same to the bit\n"
+    )
+    assert main(["convert", "--to-bfloat16", str(source), str(target)]) == 1
+    assert "not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--workers", "2"], ["--model", "x"]])
+def test_options_that_have_no_effect_are_refused(option: list[str], model: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["convert", "--to-bfloat16", str(model), str(tmp_path / "out"), *option])
