@@ -25,6 +25,7 @@ from anygauge.config.deprecated_keys import renamed_keys
 from anygauge.config.overrides import read_overrides
 from anygauge.config.rules.algorithm import algorithm_warnings
 from anygauge.config.schema import Config
+from anygauge.config.schema.section import NAME_PATTERN
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import Tree, covers, flatten, merge, plain
 from anygauge.config.validate import NONE, QUOTES, Checked, validate
@@ -176,7 +177,7 @@ def _pruned(value: Any) -> Any:
 
 
 def _read(path: Path, overrides: Iterable[str | tuple[str, Any]]) -> _Source:
-    base, both_names = renamed_keys(_parse(path))
+    base, both_names = renamed_keys(_named(_parse(path), path))
     tables = base.pop("on", {})
     overlays = {
         name: renamed_keys(table, overlay=f"on.{name}")
@@ -199,6 +200,15 @@ def _read(path: Path, overrides: Iterable[str | tuple[str, Any]]) -> _Source:
             *((each, f"in [on.{name}]") for name, (_, both) in overlays.items() for each in both),
         ],
     )
+
+
+def _named(tree: Tree, path: Path) -> Tree:
+    """Return a file's tree, with the name of the file for that of a run that has none."""
+    run = tree.get("run", {})
+    is_free = isinstance(run, dict) and "name" not in run
+    if is_free and re.fullmatch(NAME_PATTERN, path.stem):
+        return {**tree, "run": {**run, "name": path.stem}}
+    return tree
 
 
 def _bad_tables(tables: Any) -> Iterator[ConfigProblem]:

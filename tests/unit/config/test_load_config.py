@@ -170,7 +170,7 @@ def test_all_problems_come_in_one_error(load: Load, plugins: Plugins) -> None:
 
 
 def test_a_missing_table_and_a_missing_key_say_what_goes_there(tmp_path: Path, plugins: Plugins) -> None:
-    path = tmp_path / "c.toml"
+    path = tmp_path / "no name.toml"
     path.write_text("[model]\n[data]\ntrain = []")
     with pytest.raises(ConfigError) as caught:
         load_config(path, backend="cpu", plugins=plugins)
@@ -300,3 +300,44 @@ def test_relative_paths_start_at_the_current_directory(
     assert file.path == "here.jsonl"
     with pytest.raises(ConfigError, match=r"data.train\[0\].*relative paths start at the current directory"):
         load({}, ['--data.train=["train.jsonl"]'])
+
+
+LINES = """model.path = "model"
+data.train = ["train.jsonl"]
+reward.function = "exact_match"
+train.lr = 1e-6
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "added", "overrides", "name"),
+    [
+        ("first.toml", "", [], "first"),
+        ("v1.2.toml", "run.steps = 3", [], "v1.2"),
+        ("first.toml", 'run.name = "second"', [], "second"),
+        ("first.toml", 'on.cpu.run.name = "third"', [], "third"),
+        ("first.toml", "", ["--run.name=fourth"], "fourth"),
+    ],
+)
+def test_four_lines_are_a_config_and_its_file_names_the_run(
+    file: str, added: str, overrides: list[str], name: str, tmp_path: Path, plugins: Plugins
+) -> None:
+    (tmp_path / file).write_text(LINES + added)
+    loaded = load_config(tmp_path / file, overrides, backend="cpu", plugins=plugins, check_files=False)
+    assert loaded.config.run.name == name
+
+
+@pytest.mark.parametrize(
+    ("file", "added", "text"),
+    [
+        ("my run.toml", "", "run: not set; required table; it needs name"),
+        ("my run.toml", "run.steps = 3", "run.name: not set; required"),
+        ("first.toml", "run = 3", "run: found 3"),
+    ],
+)
+def test_a_file_whose_name_cannot_be_that_of_a_run(
+    file: str, added: str, text: str, tmp_path: Path, plugins: Plugins
+) -> None:
+    (tmp_path / file).write_text(LINES + added)
+    with pytest.raises(ConfigError, match=text):
+        load_config(tmp_path / file, backend="cpu", plugins=plugins, check_files=False)

@@ -20,7 +20,7 @@ class Run(Section):
     task: Literal["rl", "sft"] = "rl"
     """``rl`` generates, scores and trains; ``sft`` trains on the assistant's turns of the data itself."""
     name: Name
-    """Names the run directory."""
+    """Names the run directory. A file without it names the run after itself: ``first.toml`` is ``first``."""
     directory: Path = Path("runs")
     """Run directories are made here."""
     steps: Positive = 100

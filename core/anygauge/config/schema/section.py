@@ -13,6 +13,7 @@ from anygauge.config.secret_values import masked
 from anygauge.disk import LONGEST_NAME, why_impossible
 
 __all__ = [
+    "NAME_PATTERN",
     "DType",
     "Name",
     "NonNegative",
@@ -25,7 +26,8 @@ __all__ = [
 ]
 
 DType = Literal["float32", "bfloat16"]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=LONGEST_NAME)]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
