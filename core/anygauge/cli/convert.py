@@ -84,7 +84,7 @@ def _dequantize(args: argparse.Namespace) -> int:
     check_source(source, megatron=False)
     counts = to_bfloat16(source, check_target(target, source), check=args.check, tell=_told())
     print(f"dequantized {counts['dequantized']} tensors; left out {counts['left out']} scales of activations")
-    print(f"wrote {visible(str(target))}{', the same to the bit' if args.check else ''}")
+    print(f"wrote {visible(str(target))}{', read back and compared' if args.check else ''}")
     return 0
 
 

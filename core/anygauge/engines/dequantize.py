@@ -19,21 +19,25 @@ from torch import Tensor
 from anygauge.engines.hf_directory import (
     PREDICTION_HEADS,
     TensorReader,
+    config_of_weights,
     open_tensors,
     read_config,
     write_directory,
 )
 from anygauge_hooks.errors import CheckpointError
+from anygauge_hooks.models import text_config
 
 __all__ = ["block_size", "dequantize", "to_bfloat16"]
 
 METHODS = ("fp8", "compressed-tensors")
 """Values of ``quant_method`` whose float8 weights have their scales beside them."""
 SCALES = ("_scale_inv", "_scale")
-"""How the name of a scale ends, after that of its weight. The first is no inverse in spite of its name."""
-UNUSED = (".input_scale", ".k_scale", ".v_scale", ".q_scale")
+"""How the name of a scale ends, after that of its weight. ``_scale_inv`` is a factor, not an inverse."""
+UNUSED = ("input_scale", "activation_scale", "output_scale", ".k_scale", ".v_scale", ".q_scale")
 """How the names of scales of activations end, which weights do not need."""
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+PACKED = (torch.int8, torch.uint8, torch.int32)
+"""Types of matrices of packed weights, such as those of 4 bits."""
 
 
 def to_bfloat16(
@@ -43,7 +47,7 @@ def to_bfloat16(
 
     Tensors that are not quantized are written as they are.
 
-    :param target: Must not exist; appears only when it is complete.
+    :param target: Must not exist or be empty; appears only when it is complete.
     :param check: Read both sides again and compare them bit by bit.
     :param tell: Called before each tensor with its number, from 1 on, and their count.
     :returns: How many tensors were dequantized, and left out because only activations need them.
@@ -51,6 +55,8 @@ def to_bfloat16(
         missing or does not fit; ``target`` exists or cannot be written, or was written wrong.
     """
     config = read_config(source)
+    if target.is_dir() and not any(target.iterdir()):
+        target.rmdir()
     block = block_size(config, source)
     with open_tensors(source) as reader:
         names = sorted(reader.names)
@@ -65,9 +71,8 @@ def to_bfloat16(
                 tell(number, len(kept))
                 yield name, _weight(reader, name, scales, block, source)
 
-        heads = {key: config[key] for key in PREDICTION_HEADS if key in config}
         checked = (lambda written: _compare(written, weights())) if check else None
-        write_directory(target, source, weights(), torch.bfloat16, changes=heads, check=checked)
+        write_directory(target, source, weights(), torch.bfloat16, changes=_heads(config), check=checked)
     return {"dequantized": len(quantized), "left out": len(dropped) - len(quantized)}
 
 
@@ -101,7 +106,7 @@ def block_size(config: Mapping[str, Any], source: Path) -> Sequence[int] | None:
     :returns: ``None`` if scales are those of rows, or of whole weights.
     :raises CheckpointError: There is no such key, or its method is another.
     """
-    quantization = config.get("quantization_config")
+    quantization = config.get("quantization_config") or text_config(config).get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if method not in METHODS or not isinstance(quantization, Mapping):
         raise CheckpointError(
@@ -109,7 +114,7 @@ def block_size(config: Mapping[str, Any], source: Path) -> Sequence[int] | None:
             f"config.json, and must be one of {', '.join(METHODS)}.",
             hint="A model that is not quantized can be trained as it is.",
         )
-    block = quantization.get("weight_block_size")
+    block = quantization.get("weight_block_size", _block_structure(quantization))
     if block is None:
         return None
     is_pair = isinstance(block, list) and len(block) == 2
@@ -119,6 +124,23 @@ def block_size(config: Mapping[str, Any], source: Path) -> Sequence[int] | None:
             hint="Download the file again.",
         )
     return list(block)
+
+
+def _block_structure(quantization: Mapping[str, Any]) -> Any:
+    """Return the blocks of the first group of layers in a config of compressed-tensors; ``None`` without."""
+    groups = quantization.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = first.get("weights") if isinstance(first, Mapping) else None
+    return weights.get("block_structure") if isinstance(weights, Mapping) else None
+
+
+def _heads(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys that count multi-token prediction heads, which are written with the other weights."""
+    own = {key: config[key] for key in PREDICTION_HEADS if key in config}
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and (inside := _heads(text)):
+        return {**own, "text_config": {**config_of_weights(text, torch.bfloat16), **inside}}
+    return own
 
 
 def _scale_of(name: str, reader: TensorReader, source: Path) -> str:
@@ -133,8 +155,12 @@ def _scale_of(name: str, reader: TensorReader, source: Path) -> str:
 
 
 def _check_left(reader: TensorReader, names: Sequence[str], scales: Collection[str], source: Path) -> None:
-    """Check that what is written as it is has floating-point numbers: others are packed weights."""
-    packed = [name for name in names if name not in scales and not reader.dtype(name).is_floating_point]
+    """Check that nothing that is written as it is has packed weights."""
+    packed = [
+        name
+        for name in names
+        if name not in scales and reader.dtype(name) in PACKED and len(reader.shape(name)) > 1
+    ]
     if packed:
         raise CheckpointError(
             f"{source} has weights of a format that cannot be dequantized here: {packed[0]} is "

@@ -167,7 +167,6 @@ class _BringUp(NamedTuple):
 
     starting: PendingCall
     rendezvous: GroupRendezvous | None
-    deadline: float
 
 
 class WorkerGroup:
@@ -272,7 +271,7 @@ class WorkerGroup:
         ]
         timeout_s = max(0.0, deadline - time.monotonic())
         starting = self._submit("start", arguments, timeout_s, {"rendezvous": rendezvous}, lifecycle=True)
-        self._bring_up = _BringUp(starting, rendezvous, deadline)
+        self._bring_up = _BringUp(starting, rendezvous)
 
     def ready(self) -> None:
         """Wait until the workers are there: devices, process group, worker objects. Later calls do nothing.
@@ -284,8 +283,10 @@ class WorkerGroup:
         if (bring_up := self._bring_up) is None:
             return
         self._bring_up = None
-        port = bring_up.starting.result(max(0.0, bring_up.deadline - time.monotonic()))[0]
-        self._lifecycle("connect", bring_up.deadline, rendezvous=bring_up.rendezvous, port=port)
+        # from here on: other roles may have been waited for in between
+        deadline = time.monotonic() + self._spec.config.placement.start_timeout_s
+        port = bring_up.starting.result(max(0.0, deadline - time.monotonic()))[0]
+        self._lifecycle("connect", deadline, rendezvous=bring_up.rendezvous, port=port)
 
     def _inspect(self, hosts: Sequence[HostInfo], deadline: float) -> list[ClusterNode]:
         """Return the node of each rank, having checked that a run can go on over them."""

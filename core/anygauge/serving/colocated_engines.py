@@ -28,7 +28,7 @@ class ColocatedEngines(ServedEngines):
         super().__init__(*args)
         self._colocation = colocation
         self._sender_to = sender
-        colocation.join(self._servers.set_memory_state, self._refresh)
+        colocation.join(self._servers.set_memory_state, self._refresh, lambda: not self._servers.lost())
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Run a coroutine in the event loop, with the servers awake."""

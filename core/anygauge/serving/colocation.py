@@ -44,7 +44,7 @@ _AWAKE: Mapping[tuple[MemoryState, MemoryState], Awake] = {
     ("nothing", "nothing"): "nobody",
     ("everything", "nothing"): "trainers",
 }
-"""Who is awake in which states of trainers and engines, where a measurement tells something."""
+"""Who is awake in the states of trainers and engines that are measured."""
 GIB = float(1 << 30)
 
 
@@ -66,6 +66,9 @@ class ColocationScheduler:
         self._fit = fit
         self._tell = tell
         self._both_awake = False
+        self._has_trained = False
+        """Whether the policy took an optimizer step since the last phase that trains began."""
+        self._are_whole: Callable[[], bool] = lambda: True
         self._engines: SetMemoryState | None = None
         self._refresh: Callable[[], None] | None = None
         self._trainers_state: MemoryState = "everything"
@@ -78,11 +81,18 @@ class ColocationScheduler:
         """Whether there are devices to share."""
         return self._trainers is not None
 
-    def join(self, engines: SetMemoryState, refresh: Callable[[], None]) -> None:
+    def join(
+        self,
+        engines: SetMemoryState,
+        refresh: Callable[[], None],
+        are_whole: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Add the engines, which have started and are awake.
 
         :param refresh: Sends the engines their current weights, which they have given up.
+        :param are_whole: Whether none of them is lost: those that are take no memory.
         """
+        self._are_whole = are_whole
         self._engines, self._refresh = engines, refresh
         self._engines_state = "everything"
 
@@ -103,7 +113,7 @@ class ColocationScheduler:
 
     def synced(self) -> None:
         """Learn that the engines have been sent the trainers' weights."""
-        self._current = True
+        self._current = self._has_trained = True
 
     def outdated(self) -> None:
         """Learn that an engine has other weights than the trainers': the next generation waits for a sync."""
@@ -115,6 +125,8 @@ class ColocationScheduler:
             self._enter("sync")
             self._refresh()
             self._current = True
+        if phase == "train":
+            self._has_trained = False
         self._measure()
         if self._stays_awake(phase):
             self._set_engines("everything")
@@ -139,8 +151,12 @@ class ColocationScheduler:
         """Measure the devices for the decision of ``fit``, where one side or nobody is awake."""
         states = (self._trainers_state, self._engines_state)
         awake = _AWAKE.get(states)
-        if self._fit is not None and not self._both_awake and awake is not None:
-            self._fit.note(awake)
+        if self._fit is None or self._both_awake or awake is None:
+            return
+        if awake == "engines" and not self._are_whole():
+            self._fit.forget()
+            return
+        self._fit.note(awake)
 
     def _stays_awake(self, phase: ColocationPhase) -> bool:
         """Return whether both are awake from this phase on."""
@@ -149,7 +165,7 @@ class ColocationScheduler:
         if self._both_awake and phase == "sync" and self._fit.is_short():
             self._tell("little device memory is left: trainers and engines sleep in turns from now on")
             self._fit, self._both_awake = None, False
-        elif not self._both_awake and phase == "generate":
+        elif not self._both_awake and phase == "generate" and self._has_trained:
             self._decide(self._fit.spare_bytes())
         return self._both_awake
 

@@ -167,7 +167,7 @@ def open_engines(
     directory: Path,
     colocation: ColocationScheduler,
 ) -> Iterator[Engines]:
-    """Wait for the rollout engines, and let go of them after.
+    """Wait until the rollout engines serve, and close their clients after.
 
     :param trainers: Those that train, which are ready.
     :param workers: From :func:`launch_engines`.

@@ -31,12 +31,16 @@ class MemoryFit:
         self._totals: Sequence[int] = ()
 
     def note(self, awake: Awake) -> None:
-        """Measure the devices, all of one side being awake and nothing of the other."""
+        """Measure the devices while exactly one side, or nobody, is awake."""
         devices = self._memory()
         # Without an allocator of its own a device is the host, whose memory is not divided between the two.
         if all("reserved" in device and "free" in device for device in devices):
             self._free[awake] = [device["free"] for device in devices]
             self._totals = [device["total"] for device in devices]
+
+    def forget(self) -> None:
+        """Forget what was measured: an engine was lost."""
+        self._free.clear()
 
     def spare_bytes(self) -> int | None:
         """Return what the fullest device has left over if both are awake: negative if they do not fit.

@@ -184,9 +184,9 @@ def open_servers(
     directory: Path,
     make: Callable[..., ServedEngines] = ServedEngines,
 ) -> Iterator[ServedEngines]:
-    """Wait for the servers of a run, and let go of them after.
+    """Wait until the servers of a run answer, and close their clients after.
 
-    :param workers: Those that look after the servers, and end them; ``None`` for servers of somebody else.
+    :param workers: Those that look after the servers, and end them; ``None`` for external servers.
     :param trainers: The workers that train, if any do.
     :param directory: Directory of the run.
     :param make: Makes the engines of these servers.

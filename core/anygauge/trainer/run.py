@@ -199,7 +199,7 @@ def open_session(
         stack.enter_context(rollouts)
     workers.ready()
     if rollouts is not None:
-        tell("the training workers are ready; the rollout engines are not yet (logs/rollout-*)")
+        tell("the training workers are ready; waiting for the rollout engines (logs/rollout-*)")
     if checkpoint is not None:
         workers.call("load_checkpoint", path=str(checkpoint))
     colocation = open_colocation(config, components, workers, tell)

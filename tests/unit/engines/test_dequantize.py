@@ -17,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from anygauge.cli import main
 from anygauge.engines import dequantize as module
-from anygauge.engines.dequantize import dequantize, to_bfloat16
+from anygauge.engines.dequantize import block_size, dequantize, to_bfloat16
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.errors import CheckpointError
 
@@ -138,10 +138,12 @@ def test_scales_of_rows_and_of_whole_weights(scale: Scale, model: Path, tmp_path
     source = quantized(
         model, end="_scale", scale=scale, quantization_config={"quant_method": "compressed-tensors"}
     )
-    rewrite(source, lambda weights: weights.update({"model.layers.0.mlp.up_proj.input_scale": torch.ones(1)}))
+    unused = ("mlp.up_proj.input_scale", "mlp.up_proj.activation_scale", "self_attn.k_scale")
+    extra = {f"model.layers.0.{name}": torch.ones(1) for name in unused}
+    rewrite(source, lambda weights: weights.update({**extra, "rows": torch.arange(3)}))
     counts = to_bfloat16(source, tmp_path / "out")
-    assert counts == {"dequantized": 7, "left out": 1}
-    original = load_file(model / "model.safetensors")
+    assert counts == {"dequantized": 7, "left out": 3}
+    original = {**load_file(model / "model.safetensors"), "rows": torch.arange(3)}
     for name, weight in load_file(tmp_path / "out" / "model-00001-of-00001.safetensors").items():
         assert torch.allclose(weight.float(), original[name].float(), rtol=0.07, atol=1e-4)
 
@@ -177,7 +179,7 @@ TENSORS: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
         f"{NAME} of shape .36, 24. has",
     ),
     (
-        lambda weights: weights.update({"x.weight_packed": torch.ones(2, dtype=torch.int32)}),
+        lambda weights: weights.update({"x.weight_packed": torch.ones(2, 2, dtype=torch.int32)}),
         "cannot be dequantized here: x.weight_packed is torch.int32",
     ),
 ]
@@ -218,7 +220,7 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["convert", "--to-bfloat16", str(source), str(target), "--check"]) == 0
     printed = capsys.readouterr().out
     assert printed == (
-        f"dequantized 7 tensors; left out 0 scales of activations\nwrote {target}, the same to the bit\n"
+        f"dequantized 7 tensors; left out 0 scales of activations\nwrote {target}, read back and compared\n"
     )
     assert main(["convert", "--to-bfloat16", str(source), str(target)]) == 1
     assert "not empty" in capsys.readouterr().err
@@ -228,3 +230,19 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_options_that_have_no_effect_are_refused(option: list[str], model: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["convert", "--to-bfloat16", str(model), str(tmp_path / "out"), *option])
+
+
+def test_blocks_of_compressed_tensors_and_a_config_inside_another() -> None:
+    weights = {"block_structure": [8, 16], "strategy": "block"}
+    grouped = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    assert block_size({"quantization_config": grouped}, Path("m")) == [8, 16]
+    inside = {"text_config": {"quantization_config": FP8, "mtp_num_hidden_layers": 1, "dtype": "float16"}}
+    assert block_size(inside, Path("m")) == list(BLOCK)
+    heads = module._heads(inside)
+    assert heads == {"text_config": {"mtp_num_hidden_layers": 1, "dtype": "bfloat16"}}
+
+
+def test_an_empty_target_is_taken(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    to_bfloat16(quantized(model), tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").is_file()

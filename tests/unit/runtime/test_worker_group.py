@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import Config
+from anygauge.runtime import worker_group
 from anygauge.runtime.rpc import Died, Returned, decode, encode
 from anygauge.runtime.worker import HostInfo
 from anygauge.runtime.worker_group import WorkerGroup
@@ -74,9 +75,14 @@ class Records(Script):
     def __init__(self, *arrivals: Mapping[int, bytes | Died]) -> None:
         super().__init__(*arrivals)
         self.methods: list[str] = []
+        self.limits: list[float] = []
 
     def send(self, rank: int, message: bytes) -> None:
         self.methods.append(decode(message).method)
+
+    def wait(self, timeout_s: float) -> Mapping[int, bytes | Died]:
+        self.limits.append(timeout_s)
+        return super().wait(timeout_s)
 
     def located(self, hosts: Sequence[HostInfo]) -> None: ...
 
@@ -92,6 +98,18 @@ def test_workers_prepare_while_nobody_waits_for_them() -> None:
     assert script.methods[4:] == ["connect"] * 2
     workers.ready()
     assert len(script.methods) == 6, "they are ready"
+
+
+def test_workers_that_are_waited_for_late_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    located = encode(Returned(HostInfo(pid=1, host="h", ip="127.0.0.1", node="here")))
+    both, now = {0: ANSWER, 1: ANSWER}, [0.0]
+    script = Records({0: located, 1: located}, both, both)
+    monkeypatch.setattr(worker_group.time, "monotonic", lambda: now[0])
+    workers = group(script)
+    workers.begin()
+    now[0] = 1e6
+    workers.ready()
+    assert min(script.limits[1:]) > 0
 
 
 def test_workers_that_die_while_they_prepare_are_an_error_where_they_are_waited_for() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import orjson
 import pytest
 
-from anygauge.serving.sglang.client.batches import Batches
+from anygauge.serving.sglang.client.batches import Batches, RefusedTogetherError
+from anygauge.serving.sglang.client.channel import OpenFilesError
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
@@ -97,10 +98,10 @@ def test_a_request_does_not_join_what_was_sent_before() -> None:
     run(check)
 
 
-def test_the_first_deadline_is_that_of_all() -> None:
+def test_the_last_deadline_is_that_of_all() -> None:
     async def check(engine: Engine) -> None:
         await asyncio.gather(engine.ask(1, ends=60.0), engine.ask(2, ends=50.0))
-        assert engine.ends == [50.0]
+        assert engine.ends == [60.0]
 
     run(check)
 
@@ -137,13 +138,36 @@ def test_the_connection_is_closed_once_nobody_waits() -> None:
     run(check)
 
 
-def test_what_is_refused_together_is_asked_for_one_by_one() -> None:
+def test_what_is_refused_together_is_to_be_asked_for_again() -> None:
     async def check(engine: Engine) -> None:
-        engine.refuse = lambda body: RolloutError("no") if body["rid"] != "r2" else None
+        engine.refuse = lambda _: RolloutError("no")
         answers = await asyncio.gather(*map(engine.ask, (1, 2)), return_exceptions=True)
-        assert str(answers[0]) == "no\n  [AG401]"
-        assert isinstance(answers[1], Generation)
-        assert [each["rid"] for each in engine.bodies] == [["r1", "r2"], "r1", "r2"]
+        assert [type(each) for each in answers] == [RefusedTogetherError] * 2
+        assert len(engine.bodies) == 1
+        with pytest.raises(RolloutError, match="no"):
+            await engine.ask(3)
+
+    run(check)
+
+
+def test_a_lack_of_open_files_is_no_refusal() -> None:
+    async def check(engine: Engine) -> None:
+        engine.refuse = lambda _: OpenFilesError("too many")
+        answers = await asyncio.gather(*map(engine.ask, (1, 2)), return_exceptions=True)
+        assert [type(each) for each in answers] == [OpenFilesError] * 2
+
+    run(check)
+
+
+def test_long_responses_and_lists_are_sent_alone() -> None:
+    async def check(engine: Engine) -> None:
+        def takes(tokens: Any, params: SamplingParams) -> bool:
+            return engine.batches.takes(GenerateRequest("1", tokens, params, 0))
+
+        assert takes((1, 2), SamplingParams(max_new_tokens=256))
+        assert not takes((1, 2), SamplingParams(max_new_tokens=257))
+        assert not takes([1, 2], SHORT)
+        assert not takes((1, 2), SamplingParams(max_new_tokens=1, stop=["a"]))  # type: ignore[arg-type]
 
     run(check)
 
@@ -169,7 +193,7 @@ def test_an_answer_to_another_number_of_requests(data: bytes) -> None:
             batches.generate(GenerateRequest(str(seed), (1,), SHORT, seed), f"r{seed}", rank=None, ends=1.0)
             for seed in (1, 2)
         )
-        with pytest.raises(RolloutError, match="the engine returned an invalid generation"):
+        with pytest.raises(RefusedTogetherError, match="the engine returned an invalid generation"):
             await asyncio.gather(*asked)
 
     run(check)

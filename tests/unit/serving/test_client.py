@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import pytest
 
 from anygauge.config.schema import RolloutClient
 from anygauge.serving.sglang.client import EngineClient, Expected, check_engine
+from anygauge.serving.sglang.client.channel import Channel
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
@@ -212,6 +214,26 @@ def test_no_more_requests_are_sent_than_there_is_room_for(server: FakeServer) ->
 # -------------------------------------------------------------------------
 # Failures
 # -------------------------------------------------------------------------
+
+
+def test_what_is_refused_together_is_asked_for_one_by_one_under_new_ids(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids: list[Any] = []
+    send = Channel.request
+
+    async def keep(channel: Channel, path: str, body: bytes | None, **limits: Any) -> bytes:
+        if path == "/generate":
+            ids.append(json.loads(body or b"")["rid"])
+        return await send(channel, path, body, **limits)
+
+    monkeypatch.setattr(Channel, "request", keep)
+    server.fault("error", count=1, argument=400)
+    generations = run(ask(server, *(request(str(name), count=3) for name in range(3))))
+    assert all(generation.tokens for generation in generations)
+    together, *alone = ids
+    assert len(together) == len(alone) == 3
+    assert not {*together} & {*alone}
 
 
 def test_a_refusal_is_final(server: FakeServer) -> None:

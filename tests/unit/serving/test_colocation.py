@@ -179,6 +179,7 @@ class Devices:
         self.used = {"trainers": trainers, "engines": 0}
         self.allocator = {"reserved": 0} if allocator else {}
         self.lines: list[str] = []
+        self.whole = True
         self.scheduler = ColocationScheduler(
             lambda state: self.hold("trainers", state), MemoryFit(self.memory, GIB), self.lines.append
         )
@@ -196,17 +197,18 @@ class Devices:
     def start(self) -> None:
         self.scheduler.enter("start")
         self.used["engines"] = self.needs["engines"]
-        self.scheduler.join(lambda state: self.hold("engines", state), lambda: None)
+        self.scheduler.join(lambda state: self.hold("engines", state), lambda: None, lambda: self.whole)
 
-    def step(self, *, grown: int = 0) -> list[str]:
+    def step(self, *, grown: int = 0, syncs: bool = True) -> list[str]:
         """Take one step, in which the trainers grow, and return which states were set."""
         self.moves.clear()
         self.scheduler.enter("generate")
         self.scheduler.enter("train")
         self.needs["trainers"] += grown
         self.used["trainers"] += grown
-        self.scheduler.enter("sync")
-        self.scheduler.synced()
+        if syncs:
+            self.scheduler.enter("sync")
+            self.scheduler.synced()
         return list(self.moves)
 
 
@@ -250,6 +252,29 @@ def test_both_sleep_in_turns_where_they_do_not_fit_or_nobody_knows(
     for _ in range(2):
         assert devices.step() == IN_TURNS
     assert devices.lines == ([line] if line else [])
+
+
+def test_a_step_that_trains_the_critic_alone_decides_nothing() -> None:
+    devices = Devices(trainers=20, engines=50)
+    devices.start()
+    for _ in range(2):
+        devices.step(syncs=False)
+    assert devices.lines == []
+    devices.step(grown=30)
+    devices.step()
+    assert devices.lines == ["trainers and engines sleep in turns: 16.0 GiB too little for both at once"]
+
+
+def test_a_step_with_a_lost_engine_decides_nothing() -> None:
+    devices = Devices(trainers=20, engines=65)
+    devices.start()
+    devices.whole, devices.used["engines"] = False, 30
+    devices.step()
+    devices.whole = True
+    devices.step()
+    assert devices.lines == [], "the engines are measured once none is lost"
+    devices.step()
+    assert devices.lines == ["trainers and engines sleep in turns: 1.0 GiB too little for both at once"]
 
 
 def test_they_sleep_in_turns_again_once_the_trainers_have_grown() -> None:

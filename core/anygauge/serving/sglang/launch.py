@@ -19,7 +19,7 @@ BACKEND = "ANYGAUGE_SGLANG_BACKEND"
 """Environment variable of a server: name of the backend whose processes these are."""
 HOLD = "ANYGAUGE_SGLANG_HOLD"
 """Environment variable of a server that imports and checks its arguments, and then waits for the end of its
-standard input: until then its devices are the trainers'."""
+standard input: until then the trainers use its devices."""
 ROLE = "sglang"
 """Role of these processes, for ``worker_env`` and ``prepare_worker``."""
 INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"

@@ -1,25 +1,37 @@
 """Batches: requests of one prompt that are sent at the same moment are one HTTP request.
 
 SGLang's front end, one process, needs 1.8 ms for an HTTP request and 0.3 ms for a request of a batch of 16
-(0.5.23, on one core), so that with a small model the front end decides how fast samples are generated.
+(0.5.23, on one core), so that with a small model the front end decides how fast short samples are generated.
+Long ones are sent alone: the answer to a batch comes with its last sample, and until then all keep their
+places.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
+from anygauge.serving.sglang.client.channel import OpenFilesError
 from anygauge.serving.sglang.client.wire import batch_body, read_answer, read_answers, request_body
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.serving import EngineAwayError
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "RefusedTogetherError"]
+
+_log = logging.getLogger(__name__)
+MOST_TOKENS = 256
+"""Longest response of a request that is joined with others."""
 
 Post = Callable[[bytes, float, str], Awaitable[bytes]]
 """Sends a body, with the deadline on the event loop's clock and what is asked for."""
+
+
+class RefusedTogetherError(Exception):
+    """The engine refuses a batch; it may take its requests one by one, each under a new id."""
 
 
 class _Key(NamedTuple):
@@ -38,8 +50,7 @@ class _Member(NamedTuple):
 class Batches:
     """Collects the requests of one prompt that come in one pass of the event loop, and sends them as one.
 
-    Its answer comes when the last of them has ended. Requests of different prompts are never joined: one
-    would wait for the other.
+    Requests of different prompts are never joined.
 
     :param post: Sends a body to ``/generate``.
     :param engine: How errors call the engine.
@@ -50,6 +61,14 @@ class Batches:
         self._waiting: dict[_Key, list[_Member]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def takes(self, request: GenerateRequest) -> bool:
+        """Return whether a request may be joined with others."""
+        try:
+            hash((request.tokens, request.params))
+        except TypeError:  # a list, in the place of a tuple
+            return False
+        return not request.media and request.params.max_new_tokens <= MOST_TOKENS
+
     async def generate(
         self, request: GenerateRequest, rid: str, *, rank: int | None, ends: float
     ) -> Generation:
@@ -58,8 +77,9 @@ class Batches:
         :param rid: The id that the engine knows it by.
         :param rank: Data-parallel rank of the engine.
         :param ends: Deadline on the event loop's clock.
-        :raises RolloutError: The engine refuses it, or failed, or its answer is none.
+        :raises RolloutError: The engine refuses it, or failed, or its answer is invalid.
         :raises DeadlineError: No answer in time.
+        :raises RefusedTogetherError: The engine refuses it and others together.
         """
         loop = asyncio.get_running_loop()
         member = _Member(request, rid, ends, loop.create_future())
@@ -81,13 +101,14 @@ class Batches:
             member.answer.add_done_callback(lambda _: _unanswered(members) or task.cancel())
 
     async def _send(self, members: Sequence[_Member], rank: int | None) -> None:
-        """Send requests as one, and each for itself if the engine refuses them together."""
+        """Send requests as one, and answer each."""
         try:
             generations = await self._exchange(members, rank)
         except Exception as error:  # noqa: BLE001 - whoever waits for an answer raises it
             if len(members) > 1 and _is_refusal(error):
                 # SGLang 0.5.17 refuses all if one was aborted before it was read
-                await asyncio.gather(*(self._send([member], rank) for member in _unanswered(members)))
+                _log.info("%s: %s; they are sent one by one", self._engine, error.args[0])
+                error = RefusedTogetherError(*error.args)
             for member in _unanswered(members):
                 member.answer.set_exception(error)
         else:
@@ -96,7 +117,7 @@ class Batches:
                     member.answer.set_result(generation)
 
     async def _exchange(self, members: Sequence[_Member], rank: int | None) -> Sequence[Generation]:
-        first, ends = members[0], min(member.ends for member in members)
+        first, ends = members[0], max(member.ends for member in members)
         purpose = f"request {first.request.label}"
         if len(members) == 1:
             body = request_body(first.request, first.rid, rank=rank)
@@ -113,4 +134,4 @@ def _unanswered(members: Sequence[_Member]) -> list[_Member]:
 
 def _is_refusal(error: Exception) -> bool:
     """Return whether the engine has answered, and might answer otherwise to each request alone."""
-    return isinstance(error, RolloutError) and not isinstance(error, EngineAwayError)
+    return isinstance(error, RolloutError) and not isinstance(error, EngineAwayError | OpenFilesError)

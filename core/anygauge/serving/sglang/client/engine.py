@@ -12,7 +12,7 @@ from typing import Any, Literal
 import orjson
 
 from anygauge.serving.engine_state import retry_pause_s
-from anygauge.serving.sglang.client.batches import Batches
+from anygauge.serving.sglang.client.batches import Batches, RefusedTogetherError
 from anygauge.serving.sglang.client.channel import Channel, OpenFilesError
 from anygauge.serving.sglang.client.media import needs_contents
 from anygauge.serving.sglang.client.wire import BootstrapRoom, read_answer, request_body, was_aborted
@@ -104,10 +104,11 @@ class EngineClient:
         """
         if ends is None:
             ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
-        if request.media or handover is not None:
-            return read_answer(await self._request(request, rank, handover, ends), self.name, request)
-        async with self._attempt(request, ends) as rid:
-            return await self._batches.generate(request, rid, rank=rank, ends=ends)
+        if handover is None and self._batches.takes(request):
+            with suppress(RefusedTogetherError):
+                async with self._attempt(request, ends) as rid:
+                    return await self._batches.generate(request, rid, rank=rank, ends=ends)
+        return read_answer(await self._request(request, rank, handover, ends), self.name, request)
 
     def handover(self, rank: int | None) -> BootstrapRoom:
         """Return a new room at the server's bootstrap address.
