@@ -48,10 +48,10 @@ class ParityPair:
     def logits(self) -> Tensor:
         """Return the trainer's logits of all samples in one micro-batch, ``[T, V]``."""
         from anygauge.engines.megatron.inputs import micro_batches
-        from anygauge.engines.megatron.media.batch import MediaReader
+        from anygauge.engines.megatron.media.batch import StageReader
         from anygauge.engines.megatron.scope import make_scope
 
-        reader = MediaReader(self.policy.spec.media, self.policy.hf, self.store, is_first_stage=True)
+        reader = StageReader(self.policy.spec.media, self.policy.hf, self.store, is_first_stage=True)
         device = torch.device("cpu")
         seen = reader if self.policy.has_towers else None
         batches = micro_batches(make_batch(self.samples), 10_000, self.policy.rotary, device, media=seen)

@@ -431,11 +431,14 @@ def test_weights_that_do_not_fit_are_listed(
         make_engine(qwen3)
 
 
-def test_a_model_of_media_is_refused(plugins: Plugins) -> None:
+def test_a_model_whose_media_nobody_prepares_is_refused(plugins: Plugins) -> None:
     from anygauge.config.families import family
 
     with pytest.raises(ConfigError, match="no causal language model of text"):
-        family(plugins, {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "fsdp")
+        family(plugins, {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "fsdp")
+    hf = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": {}}
+    with pytest.raises(ConfigError, match="takes images or sound, and no family prepares them"):
+        family(plugins, hf, "fsdp")
     with pytest.raises(ConfigError, match="no model_type 'none'"):
         family(plugins, {"architectures": ["NoneForCausalLM"], "model_type": "none"}, "fsdp")
 

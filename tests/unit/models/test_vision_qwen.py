@@ -151,12 +151,12 @@ class Model:
     def logits(self) -> Tensor:
         """Return the trainer's logits of all samples in one micro-batch, ``[T, V]``."""
         from anygauge.engines.megatron.inputs import micro_batches
-        from anygauge.engines.megatron.media.batch import MediaReader
+        from anygauge.engines.megatron.media.batch import StageReader
         from anygauge.engines.megatron.scope import make_scope
 
         policy, reader = self.policy, None
         if policy.has_towers:
-            reader = MediaReader(policy.spec.media, policy.hf, self.store, is_first_stage=True)
+            reader = StageReader(policy.spec.media, policy.hf, self.store, is_first_stage=True)
         device = torch.device("cpu")
         batches = micro_batches(make_batch(self.samples), 1000, policy.rotary, device, media=reader)
         (batch,) = batches.readers(1)[0]

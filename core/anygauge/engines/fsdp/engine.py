@@ -30,6 +30,7 @@ from anygauge.engines.fsdp.optimizer import ShardedOptimizer
 from anygauge.engines.fsdp.start_check import check_at_start
 from anygauge.engines.fsdp.weights import base_shards, full_weights, load_weights, local_shards
 from anygauge.engines.hf_directory import read_config
+from anygauge.engines.media import MediaReader
 from anygauge.engines.memory_offload import DeviceMemory
 from anygauge.engines.responses import compared, loss_inputs, unpack
 from anygauge.engines.roles import ACTOR
@@ -68,10 +69,13 @@ class FsdpEngine(BaseEngine):
             config,
             context,
             kernels,
-            unused=self.spec.unused_weights(self.hf),
+            self.spec,
+            self.hf,
             is_critic=self.is_critic,
             trains=self.trains,
         )
+        media = None if self.root.towers is None else self.spec.media
+        self._media = None if media is None else MediaReader(media, self.hf, context.media)
         check_at_start(self.root, kernels, self.dtype, self.device)
         # FSDP has now laid out its memory, which stays: what follows holds views of it.
         self.shards = local_shards(self.root)
@@ -130,7 +134,7 @@ class FsdpEngine(BaseEngine):
         self, batch: TrainBatch, count: int, *, temperature: float, role: str = ACTOR
     ) -> TopKLogProbs:
         """Return the top-k tokens in the place of each response token under a role's weights."""
-        count = min(count, self.spec.model_options(self.hf)["vocab_size"])
+        count = min(count, self.spec.model_options(self.hf)["vocab_size"] - len(self.root.forbidden))
 
         def compute(outputs: Outputs, plan: MicroBatch) -> Tensor:
             ids, log_probs = outputs.top_k(count, plan.targets, temperature)
@@ -151,7 +155,10 @@ class FsdpEngine(BaseEngine):
     def _collect(self, batch: TrainBatch, compute: Callable[[Outputs, MicroBatch], Tensor]) -> Tensor:
         """Return what is computed for all response tokens, on the host."""
         plans = self._plan(batch)
-        return unpack(plans, [self._run(plan.to(self.device), compute) for plan in plans])
+        return unpack(plans, [self._run(self._load(plan), compute) for plan in plans])
+
+    def _load(self, plan: MicroBatch) -> MicroBatch:
+        return plan.to(self.device, self._media)
 
     def _run(self, plan: MicroBatch, compute: Callable[[Outputs, MicroBatch], Any]) -> Any:
         return self.root(plan.inputs, plan.rows, lambda outputs: compute(outputs, plan))
@@ -161,7 +168,8 @@ class FsdpEngine(BaseEngine):
         if self._planned is None or self._planned[0] is not batch:
             flops = partial(self.spec.flops_per_token, self.hf)
             tokens = self.config.train.micro_batch_tokens
-            plans = micro_batches(batch, tokens, flops, self._common, is_packed=self.root.is_packed)
+            options: Any = {"is_packed": self.root.is_packed, "reader": self._media}
+            plans = micro_batches(batch, tokens, flops, self._common, **options)
             self._planned = batch, plans
         return self._planned[1]
 
@@ -207,7 +215,7 @@ class FsdpEngine(BaseEngine):
         with self._timed(phase):
             self.optimizer.begin()
             reported = []
-            for plan in (each.to(self.device) for each in self._plan(batch)):
+            for plan in map(self._load, self._plan(batch)):
                 value, metrics = loss(plan, self._run(plan, compute))
                 value.backward()
                 reported.append({**metrics, "loss": value.detach()})

@@ -1,4 +1,4 @@
-"""Family of a model that no plugin knows and transformers does, read from its config. Imports no torch."""
+"""Families of models for transformers' classes, also of models that no plugin knows. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from anygauge_hooks.errors import ConfigError
-from anygauge_hooks.models import ModelSpec, text_config
+from anygauge_hooks.models import ModelSpec, TransformersModel, text_config
 
-__all__ = ["causal_lm_family", "check_causal_lm"]
+__all__ = ["causal_lm_family", "check_model"]
 
 NAME = "transformers"
 """Name of the family of all such models."""
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of its causal language models."""
+_TOWERS = ("vision_config", "audio_config", "thinker_config")
+"""Keys of a config that say that a model takes more than text."""
 
 
 def causal_lm_family(hf: Mapping[str, Any]) -> ModelSpec:
@@ -22,7 +24,7 @@ def causal_lm_family(hf: Mapping[str, Any]) -> ModelSpec:
     :param hf: The Hugging Face config.
     :raises ConfigError: It is of no causal language model, or of one that transformers does not have.
     """
-    check_causal_lm(hf)
+    _check_text(hf)
     return ModelSpec(
         name=NAME,
         architectures=tuple(hf["architectures"]),
@@ -32,20 +34,42 @@ def causal_lm_family(hf: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def check_causal_lm(hf: Mapping[str, Any]) -> None:
+def check_model(hf: Mapping[str, Any], spec: ModelSpec) -> None:
+    """Check that transformers has a model, and that its family can feed what it takes beside text.
+
+    :raises ConfigError: One of them is not so.
+    """
+    if spec.media is None or not spec.media.towers(hf):
+        _check_text(hf)
+    elif not isinstance(spec.engines.get("transformers"), TransformersModel):
+        _check_known(hf)
+
+
+def _check_text(hf: Mapping[str, Any]) -> None:
     """Check that a config is of a causal language model that reads text alone and transformers has.
 
     :raises ConfigError: It is not.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    names = hf.get("architectures") or ()
-    if not any(str(name).endswith(_ENDINGS) for name in names):
+    names = [str(name) for name in hf.get("architectures") or ()]
+    if not any(name.endswith(_ENDINGS) for name in names):
+        shown = ", ".join(names) or "(none given)"
+        if any(key in hf for key in _TOWERS):
+            raise ConfigError(
+                f"its architecture {shown} takes images or sound, and no family prepares them for it, which "
+                "train.engine = 'fsdp' needs.",
+                hint="docs/models.md lists the families with media, and shows how to add one.",
+            )
         raise ConfigError(
-            f"its architecture {', '.join(map(str, names)) or '(none given)'} is no causal language model of "
-            "text, which train.engine = 'fsdp' needs.",
+            f"its architecture {shown} is no causal language model of text, which "
+            "train.engine = 'fsdp' needs.",
             hint="Take the text model, or a model and an engine with a family for it.",
         )
+    _check_known(hf)
+
+
+def _check_known(hf: Mapping[str, Any]) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
     if hf.get("model_type") not in CONFIG_MAPPING_NAMES and "auto_map" not in hf:
         raise ConfigError(
             f"transformers has no model_type {hf.get('model_type')!r}.",

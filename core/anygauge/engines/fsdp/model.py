@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,20 +18,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.initialization import no_init_weights
 
 from anygauge.config import Config
+from anygauge.config.modalities import modalities
+from anygauge.engines.forbidden import logprob_without, top_k_without
 from anygauge.engines.fsdp.adapter_files import read_adapter
 from anygauge.engines.fsdp.attention import register_attention
 from anygauge.engines.fsdp.lora import Adapters, add_adapters
+from anygauge.engines.fsdp.towers import Towers, take_out
 from anygauge.engines.fsdp.weights import StoredNames, load_weights, local_shards
+from anygauge.engines.media import freeze
 from anygauge.kernels.linear_logprob import linear_topk
 from anygauge.kernels.reference import logits_logprob
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.kernels import VocabParallelLogprob
+from anygauge_hooks.models import ModelSpec, TransformersModel, text_config
 
 __all__ = ["Outputs", "ShardedModel", "build_model", "decoder_layers"]
 
@@ -42,12 +49,16 @@ Compute = Callable[["Outputs"], Any]
 class ShardedModel(nn.Module):
     """The root of what FSDP shards: a transformers model, and for a critic its value head.
 
-    :param model: A causal language model, on the meta device but for its buffers.
+    :param model: A language model, on the meta device but for its buffers.
+    :param is_multimodal: Whether it is one part of a model with towers.
     """
 
-    def __init__(self, model: Any, kernels: LogProbKernels, *, is_critic: bool) -> None:
+    def __init__(
+        self, model: Any, kernels: LogProbKernels, *, is_critic: bool, is_multimodal: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
+        self.is_multimodal = is_multimodal
         self.kernels = kernels
         self.is_packed = True
         """Whether the samples of a micro-batch lie end to end; otherwise each has a row."""
@@ -58,7 +69,13 @@ class ShardedModel(nn.Module):
         self.unused: Sequence[str] = ()
         """Patterns of tensors that the family's checkpoints have and its models do not."""
         self.output_name = _output_name(model)
-        self.layers = decoder_layers(model)
+        decoder = set(self.decoder.modules())
+        self.blocks = decoder_layers(model)
+        """Modules that are sharded by themselves: decoder layers, and those of towers."""
+        self.layers = [layer for layer in self.blocks if layer in decoder]
+        self.towers: Towers | None = None
+        self.forbidden: Sequence[int] = ()
+        """Tokens that are never sampled: log-probabilities are those among the others."""
         self.names: Mapping[str, StoredNames] = {}
         """Where the checkpoint of the model has its tensors."""
         self.adapters = Adapters()
@@ -66,6 +83,11 @@ class ShardedModel(nn.Module):
             _drop_output_layer(model, self.output_name)
             hidden = model.config.get_text_config().hidden_size
             self.score = nn.Linear(hidden, 1, bias=False, device="meta")
+
+    @property
+    def decoder(self) -> Any:
+        """Return the module from tokens, or their embeddings, to the last hidden states."""
+        return self.model.get_decoder() if self.is_multimodal else self.model.base_model
 
     def forward(self, inputs: Mapping[str, Any], rows: Tensor, compute: Compute) -> Any:
         """Return what is computed of the model's outputs, while the weights of the output layer are whole.
@@ -95,8 +117,11 @@ class Outputs:
 
     def hidden(self) -> Tensor:
         """Return the last hidden states ``[R, H]``, the input of the output layer."""
-        model: Any = self.root.model
-        states: Tensor = model.base_model(**self.inputs, use_cache=False).last_hidden_state
+        inputs = dict(self.inputs)
+        media = inputs.pop("media", None)
+        if media is not None and self.root.towers is not None:
+            inputs |= self.root.towers.embed(inputs.pop("input_ids"), media)
+        states: Tensor = self.root.decoder(**inputs, use_cache=False).last_hidden_state
         return states.flatten(0, 1).index_select(0, self.rows)
 
     def logits(self) -> Tensor:
@@ -128,11 +153,13 @@ class Outputs:
 
         :param targets: ``[R]``, int64.
         """
-        head = self._head()
+        head, forbidden = self._head(), self.root.forbidden
+        more = count + len(forbidden)
         if self.root.logit_scale is None:
-            ids = head.topk(count, dim=1).indices
+            ids = head.topk(more, dim=1).indices
         else:
-            ids = linear_topk(head, self._weight, count, None)
+            ids = linear_topk(head, self._weight, more, None)
+        ids = top_k_without(ids, count, forbidden)
         columns = torch.cat((targets[:, None], ids), 1)
         return ids, self._log_probs(head, columns, temperature, entropy_grad=False, rest=True)[0]
 
@@ -151,14 +178,15 @@ class Outputs:
     def _log_probs(
         self, head: Tensor, targets: Tensor, temperature: float, *, entropy_grad: bool, rest: bool
     ) -> tuple[Tensor, Tensor]:
-        kernels, options = self.root.kernels, {"entropy_grad": entropy_grad, "rest": rest}
+        kernels, call = self.root.kernels, None
         if self.root.logit_scale is not None and kernels.fused is not None:
-            log_probs, entropy = kernels.fused(head, self._weight, targets, temperature, None, **options)
+            call = partial(kernels.fused, head, self._weight)
         else:
             logits = head if self.root.logit_scale is None else F.linear(head, self._weight)
-            log_probs, entropy = logits_logprob(
-                kernels.from_logits, logits, targets, temperature, None, **options
-            )
+            call = partial(logits_logprob, kernels.from_logits, logits)
+        log_probs, entropy = logprob_without(
+            call, targets, temperature, None, self.root.forbidden, entropy_grad=entropy_grad, rest=rest
+        )
         return log_probs.clone(), entropy  # FSDP's hook on an output would be lost with a view
 
 
@@ -171,36 +199,48 @@ def build_model(
     config: Config,
     context: WorkerContext,
     kernels: KernelTable,
+    spec: ModelSpec,
+    hf: Mapping[str, Any],
     *,
-    unused: Sequence[str] = (),
     is_critic: bool = False,
     trains: bool = True,
 ) -> ShardedModel:
     """Build the model of ``model.path``, shard it over all ranks and load its weights. A collective.
 
-    :param unused: How names begin that the checkpoint may have and the model does not need.
+    :param spec: Its family.
+    :param hf: Its Hugging Face config.
     :param is_critic: Whether it has a value head for an output layer.
     :param trains: Whether it gets gradients.
-    :raises ConfigError: transformers cannot build it.
+    :raises ConfigError: transformers cannot build it, or it takes no media of the run's kinds.
     :raises WeightMappingError: The weights do not fit it.
     """
     dtype = torch_dtype(config)
     register_attention(kernels)
-    model = _build(config, dtype)
+    kinds, media = modalities(config), spec.media
+    is_multimodal = media is not None and bool(media.towers(hf))
+    model = _build(config, spec if is_multimodal else None, hf)
+    unused = list(spec.unused_weights(hf))
+    if media is not None:
+        unused += take_out(model, media, hf, kinds)
     logprob = LogProbKernels(
         kernels.resolve("linear_logprob", dtype=dtype) if config.train.fused_loss else None,
         kernels.resolve("vocab_parallel_logprob", dtype=dtype),
     )
-    root = ShardedModel(model, logprob, is_critic=is_critic).requires_grad_(trains)
+    root = ShardedModel(model, logprob, is_critic=is_critic, is_multimodal=is_multimodal)
+    root.requires_grad_(trains).eval()  # dropout and noise of routers are for pretraining
     lora = config.train.lora
     if lora.is_on and trains:
         root.adapters = add_adapters(root, lora, dtype)
-    root.eval()  # dropout and noise of routers are for pretraining
+    if media is not None:
+        towers = [tower for tower in media.towers(hf) if tower.kinds & kinds]
+        root.forbidden = tuple(media.forbidden(hf))
+        root.towers = Towers(model, towers, hf) if towers else None
+        freeze(root, config.train.freeze if trains else (), towers)
     root.unused = [f"^{re.escape(prefix)}" for prefix in unused]
     if config.train.recompute == "full" and trains:
-        for layer in root.layers:
+        for layer in root.blocks:
             _recompute(layer)
-    _shard(root, root.layers, dtype, context.device.type)
+    _shard(root, root.blocks, dtype, context.device.type)
     _materialize(root, context.device.torch_device)
     root.names = load_weights(root, config.model.path)
     if root.adapters.layers:
@@ -222,26 +262,42 @@ def torch_dtype(config: Config) -> torch.dtype:
     return dtype
 
 
-def _build(config: Config, dtype: torch.dtype) -> Any:
-    """Return the model, with parameters on the meta device and buffers of their values."""
+def _build(config: Config, spec: ModelSpec | None, hf: Mapping[str, Any]) -> Any:
+    """Return the model, with parameters on the meta device and buffers of their values.
+
+    :param spec: Family of a model with towers; ``None`` for one of text.
+    """
     path, trusted = config.model.path, config.model.trust_remote_code
     hook = register_module_parameter_registration_hook(_without_memory)  # type: ignore[arg-type]  # it may return one
     try:
-        hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
         with no_init_weights(), torch.device("cpu"):
-            model: Any = AutoModelForCausalLM.from_config(
-                hf, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trusted
-            )
+            model = _from_family(spec, hf) or _from_transformers(path, trusted, has_towers=spec is not None)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
             f"transformers cannot build the model of {path}: {error}",
-            hint="train.engine = 'fsdp' takes what AutoModelForCausalLM does; one that needs Python files of "
-            "its own also needs model.trust_remote_code = true.",
+            hint="train.engine = 'fsdp' takes what AutoModelForCausalLM does, and AutoModelForMultimodalLM "
+            "of families with media; one that needs Python files of its own also needs "
+            "model.trust_remote_code = true.",
         ) from error
     finally:
         hook.remove()
     model.tie_weights()
     return model
+
+
+def _from_family(spec: ModelSpec | None, hf: Mapping[str, Any]) -> Any | None:
+    """Return the model of a family that transformers has no class for."""
+    own = None if spec is None else spec.engines.get("transformers")
+    return own.build(text_config(hf), torch.float32) if isinstance(own, TransformersModel) else None
+
+
+def _from_transformers(path: Path, trusted: bool, *, has_towers: bool) -> Any:
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
+    config = getattr(config, "thinker_config", config)  # of a model that speaks, what it thinks with
+    auto = AutoModelForMultimodalLM if has_towers else AutoModelForCausalLM
+    return auto.from_config(
+        config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trusted
+    )
 
 
 def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:

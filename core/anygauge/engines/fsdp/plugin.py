@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.roles import critic_config, teacher_config
-from anygauge.engines.fsdp.family import causal_lm_family, check_causal_lm
+from anygauge.engines.fsdp.family import causal_lm_family, check_model
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import TrainEngineSpec
 from anygauge_hooks.errors import ConfigError
@@ -61,10 +61,10 @@ def register_train_engines() -> list[TrainEngineSpec]:
 
 
 def _check_model(config: Any, path: str, spec: ModelSpec, hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    """Yield a model that transformers does not have as a causal language model of text."""
+    """Yield a model that transformers does not have, or whose media no family can feed."""
     found = str(getattr(config, path.split(".")[0]).path)
     try:
-        check_causal_lm(hf)
+        check_model(hf, spec)
     except ConfigError as error:
         yield ConfigProblem(path=path, found=found, hint=f"{error.args[0]} {error.hint}")
 
@@ -93,9 +93,6 @@ def _unsupported(train: Any) -> Iterator[ConfigProblem]:
     if train.router_replay:
         hint = f"train.engine = {FSDP!r} keeps no routes; leave it out, or take Megatron"
         yield ConfigProblem(path="train.router_replay", found=True, hint=hint)
-    if train.freeze:
-        hint = f"train.engine = {FSDP!r} trains models of text, which have no such parts; leave it out"
-        yield ConfigProblem(path="train.freeze", found=list(train.freeze), hint=hint)
     if train.provider is not None:
         hint = f"has no effect with train.engine = {FSDP!r}; leave it out"
         yield ConfigProblem(path="train.provider", found=train.provider, hint=hint)

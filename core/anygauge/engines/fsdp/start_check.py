@@ -19,6 +19,7 @@ from torch import Tensor
 from anygauge.engines.fsdp.attention import ATTENTION, packing_arguments
 from anygauge.engines.fsdp.batch import model_inputs
 from anygauge.engines.fsdp.model import Outputs, ShardedModel
+from anygauge.engines.fsdp.towers import Tower
 from anygauge.engines.norms import bind_norm
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import ConfigError
@@ -57,15 +58,25 @@ def check_at_start(
 ) -> None:
     """Set how the model is run: its norms, attention, ``is_packed`` and ``logit_scale``. A collective.
 
-    :raises ConfigError: Its results differ in every way that there is.
+    :raises ConfigError: Its results differ in every way that there is, or a model with towers computes its
+        logits otherwise than from hidden states.
     """
     check = _Check(root, kernels, dtype, device)
     reason = check.choose_packing()
     name = type(root.model).__name__
+    for tower in root.towers or ():
+        if (own := check.choose_tower_attention(tower)) and dist.get_rank() == 0:
+            _log.warning("%s: %s", name, own)
     if reason and dist.get_rank() == 0:
         _log.warning("%s: sequences are padded, one a row, and not packed: %s", name, reason)
     if not hasattr(root, "score"):
         root.logit_scale = check.logit_scale()
+        if root.logit_scale is None and root.towers is not None:
+            raise ConfigError(
+                f"The logits of {name} are no product of hidden states and a weight.",
+                hint="train.engine = 'fsdp' trains such a model on text alone: leave out model.modalities "
+                "and data.multimodal_keys.",
+            )
         if root.logit_scale is None and dist.get_rank() == 0:
             _log.warning(
                 "%s: its logits are no product of hidden states and a weight, so the model computes them "
@@ -89,11 +100,11 @@ class _Check:
 
     def choose_packing(self) -> str:
         """Choose an attention function, and return why it is not the packed one."""
-        model = self.root.model
+        model, decoder = self.root.model, self.root.decoder
         _use_attention(model, "eager")
         expected = self.alone(is_packed=False)
         self.choose_norms(expected)
-        _use_attention(model, ATTENTION)
+        _use_attention(decoder, ATTENTION)
         reason = self.difference(expected, is_packed=True)
         if not reason:
             return ""
@@ -101,7 +112,7 @@ class _Check:
         for name in PADDED:
             if name == "sdpa" and not model._supports_sdpa:
                 continue
-            _use_attention(model, name)
+            _use_attention(decoder, name)
             if not self.difference(expected, is_packed=False):
                 return reason
         raise ConfigError(
@@ -112,12 +123,47 @@ class _Check:
 
     def choose_norms(self, expected: Sequence[Tensor]) -> None:
         """Let norms take the kernels of the table, unless the model's are other ones by the same name."""
+        with_towers = [*expected, *self.tower_features()]
         modules = [(module, type(module)) for module in self.root.model.modules()]
         for module, _ in modules:
             bind_norm(module, self.kernels, self.dtype)
-        if self.error(self.alone(is_packed=False), expected) > self.tolerance.alone:
+        bound = [*self.alone(is_packed=False), *self.tower_features()]
+        if self.error(bound, with_towers) > self.tolerance.alone:
             for module, kind in modules:
                 module.__class__ = kind
+
+    def tower_features(self) -> list[Tensor]:
+        """Return the features of each tower for some contents, ``[N, H]``, float32."""
+        return [self.features_of(tower) for tower in self.root.towers or ()]
+
+    def features_of(self, tower: Tower) -> Tensor:
+        """Return the features of a tower for contents that are packed, ``[N, H]``, float32."""
+        inputs = tower.smallest(self.device, count=3)
+
+        def features(_: Outputs) -> Tensor:
+            main, levels = tower.features(inputs)
+            return torch.cat((main, *levels)).float()
+
+        result: Tensor = self.root({}, torch.empty(0), features)
+        return result
+
+    def choose_tower_attention(self, tower: Tower) -> str:
+        """Choose a tower's attention function, and return why it is not that of the table."""
+        expected = self.features_of(tower)
+        reason = ""
+        for name in (ATTENTION, *PADDED):
+            _use_attention(tower.module, name)
+            try:
+                off = self.error([self.features_of(tower)], [expected])
+            except (NotImplementedError, TypeError, ValueError) as error:
+                reason = reason or f"the tower {tower.spec.name!r} has its own attention: {error}"
+                continue
+            if off <= self.tolerance.alone:
+                break
+            reason = (
+                reason or f"the tower {tower.spec.name!r} has its own attention: features differ by {off:.1%}"
+            )
+        return reason
 
     def difference(self, expected: Sequence[Tensor], *, is_packed: bool) -> str:
         """Return why the sequences alone or together are not what is expected; empty if they are."""

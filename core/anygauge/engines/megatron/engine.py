@@ -27,7 +27,7 @@ from anygauge.engines.megatron.inputs import MicroBatches, micro_batches
 from anygauge.engines.megatron.layers.moe import expert_load, routers
 from anygauge.engines.megatron.layers.output import output_logprob
 from anygauge.engines.megatron.layers.routing import Routes, RoutingStore
-from anygauge.engines.megatron.media.batch import MediaReader
+from anygauge.engines.megatron.media.batch import StageReader
 from anygauge.engines.megatron.model import Policy, build_policy, initialize_parallel
 from anygauge.engines.megatron.optimizer import make_optimizer, make_schedule, optimizer_state, wrap_model
 from anygauge.engines.megatron.passes import LogProbPass, TopKPass, TrainPass
@@ -362,12 +362,12 @@ class MegatronEngine(BaseEngine):
             )
         return self._packed
 
-    def _media(self) -> MediaReader | None:
+    def _media(self) -> StageReader | None:
         """Return the reader of media, for a model that has towers."""
         policy = self.policy
         if policy.spec.media is None or not policy.has_towers:
             return None
-        return MediaReader(
+        return StageReader(
             policy.spec.media,
             policy.hf,
             self.context.media,

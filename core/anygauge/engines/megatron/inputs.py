@@ -23,10 +23,11 @@ from anygauge.data.balance import alike, media_costs, sequence_costs
 from anygauge.data.batch import ranges, response_rows, starts
 from anygauge.data.packing import pack_by_cost
 from anygauge.device import on_device
+from anygauge.engines.media import media_positions
 from anygauge.engines.megatron.layers.context_parallel import Cut, SequenceParts, cut_sequences
 from anygauge.engines.megatron.layers.modules import PackedSequences
 from anygauge.engines.megatron.layers.routing import Routes
-from anygauge.engines.megatron.media.batch import MediaReader, media_batch, media_positions
+from anygauge.engines.megatron.media.batch import StageReader, media_batch
 from anygauge.engines.responses import Responses, before_responses, check_responses
 from anygauge.kernels.reference import sum_over
 from anygauge_hooks.batch import TrainBatch
@@ -103,7 +104,7 @@ def micro_batches(
     cut: Cut = WHOLE,
     count: Callable[[int], int] = int,
     flops_per_token: Callable[[int], float] = alike,
-    media: MediaReader | None = None,
+    media: StageReader | None = None,
 ) -> MicroBatches:
     """Pack samples into micro-batches of at most ``max_tokens`` tokens that take about the same time.
 
@@ -135,7 +136,7 @@ def _pack(
     masks: Sequence[Tensor],
     indices: Sequence[int],
     cut: Cut,
-    media: MediaReader | None,
+    media: StageReader | None,
     *,
     is_idle: bool,
 ) -> MicroBatch:
@@ -166,7 +167,7 @@ def _load(
     *,
     rotary: Rotary,
     device: torch.device,
-    media: MediaReader | None,
+    media: StageReader | None,
 ) -> MicroBatch:
     inputs = inputs_on_device(batch.inputs, rotary, device, routes)
     if media is not None:

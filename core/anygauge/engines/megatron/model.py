@@ -23,6 +23,7 @@ from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
 from anygauge.engines.agreement import on_every_rank
 from anygauge.engines.hf_directory import open_tensors, read_config
+from anygauge.engines.media import freeze
 from anygauge.engines.megatron.config_fields import unknown_values
 from anygauge.engines.megatron.layers.embedding import replace_embeddings
 from anygauge.engines.megatron.layers.output import HiddenOutput, replace_output_layer
@@ -30,7 +31,7 @@ from anygauge.engines.megatron.layers.provider import SpecProvider, complete
 from anygauge.engines.megatron.layers.spec import decoder_spec
 from anygauge.engines.megatron.layers.value_head import SCORE, ValueHead, ZeroFilled, value_model
 from anygauge.engines.megatron.media.model import Composer
-from anygauge.engines.megatron.media.towers import freeze, with_modalities
+from anygauge.engines.megatron.media.towers import with_modalities
 from anygauge.engines.megatron.options import MegatronOptions, megatron_options
 from anygauge.engines.megatron.weights.canonical import canonical_tensors
 from anygauge.engines.megatron.weights.gathering import Gathering, plan_gathering

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
+from anygauge.engines.forbidden import logprob_without, top_k_without
 from anygauge.kernels.linear_logprob import linear_topk
 from anygauge.kernels.reference import through_logits
 from anygauge.kernels.table import KernelTable
@@ -214,19 +215,10 @@ class OutputLogprob:
         :param options: Further ones of the op.
         """
         weight = output_weight(output_owner(wrapped, self.path))
-        call: Any = partial(self.fn, entropy_grad=entropy_grad, vocab_size=self.vocab_size, **options)
-        if not self.forbidden:
-            result: tuple[Tensor, Tensor] = call(hidden, weight, targets, temperature, self.group)
-            return result
-        columns = targets if targets.dim() == 2 else targets.unsqueeze(1)
-        others = targets.new_tensor(self.forbidden).expand(len(targets), -1)
-        all_log_probs, entropy = call(
-            hidden, weight, torch.cat((columns, others), 1), temperature, self.group
+        call: Any = partial(self.fn, hidden, weight, vocab_size=self.vocab_size, **options)
+        return logprob_without(
+            call, targets, temperature, self.group, self.forbidden, entropy_grad=entropy_grad
         )
-        log_probs, entropy = _without(
-            all_log_probs, entropy, columns.shape[1], len(self.forbidden), entropy_grad
-        )
-        return (log_probs if targets.dim() == 2 else log_probs.squeeze(1)), entropy
 
     def top_k_ids(self, wrapped: Any, hidden: Tensor, count: int) -> Tensor:
         """Return the ids ``[R, count]`` of the top-k tokens.
@@ -237,27 +229,7 @@ class OutputLogprob:
         weight = output_weight(output_owner(wrapped, self.path))
         more = count + len(self.forbidden)
         ids = linear_topk(hidden, weight, more, self.group, vocab_size=self.vocab_size)
-        if not self.forbidden:
-            return ids
-        is_forbidden = torch.isin(ids, ids.new_tensor(self.forbidden))
-        return ids.gather(1, is_forbidden.byte().argsort(stable=True, dim=1))[:, :count]
-
-
-def _without(
-    log_probs: Tensor, entropy: Tensor, num_targets: int, count: int, entropy_grad: bool
-) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropy of what is left when some tokens are never drawn.
-
-    :param log_probs: ``[R, num_targets + count, ...]``: of targets, of those tokens, and further ones.
-    :param entropy: ``[R]``, of all tokens.
-    """
-    gone = log_probs[:, num_targets : num_targets + count]
-    share = gone.exp().sum(1)
-    left = torch.log1p(-share)
-    kept = torch.cat((log_probs[:, :num_targets], log_probs[:, num_targets + count :]), 1) - left.unsqueeze(1)
-    if not entropy_grad:
-        gone, share, left = gone.detach(), share.detach(), left.detach()
-    return kept, (entropy + (gone.exp() * gone).sum(1)) / (1 - share) + left
+        return top_k_without(ids, count, self.forbidden)
 
 
 def output_logprob(

@@ -1,121 +1,35 @@
-"""Media of a micro-batch: distinct contents, packed, and the tokens that take their features."""
+"""Media of a micro-batch whose tokens are divided among ranks, on the stage that has the towers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from anygauge.data.batch import ranges
-from anygauge.device import on_device
+from anygauge.engines.media import MediaBatch, MediaReader, tower_batches
 from anygauge.engines.megatron.layers.context_parallel import SequenceParts
-from anygauge_hooks.errors import MediaMismatchError
-from anygauge_hooks.media import Content, Media, MediaKind, MediaSpec, MediaStore, TowerSpec
+from anygauge_hooks.media import Media
 
-__all__ = ["MediaBatch", "MediaReader", "TowerBatch", "media_batch", "media_positions"]
-
-
-@dataclass(frozen=True, slots=True)
-class TowerBatch:
-    """Inputs of one tower for a micro-batch. ``N`` features, ``n`` tokens of this rank."""
-
-    inputs: Mapping[str, Any]
-    """Keyword arguments, from ``TowerSpec.inputs``."""
-    count: int
-    """``N``."""
-    rows: Tensor
-    """``[n]``, int64: which of this rank's tokens get a feature."""
-    source: Tensor
-    """``[n]``, int64: which feature each of them gets."""
-
-
-MediaBatch = Mapping[str, TowerBatch]
-"""Inputs of the towers for a micro-batch, by name; a tower without inputs is absent."""
+__all__ = ["StageReader", "media_batch"]
 
 
 @dataclass(frozen=True, slots=True)
-class MediaReader:
+class StageReader(MediaReader):
     """Source of media, and their preparation on this rank."""
 
-    spec: MediaSpec
-    hf: Mapping[str, Any]
-    store: MediaStore | None
     is_first_stage: bool
     """Whether this rank has the towers."""
     part: int = 0
     parts: int = 1
     """Under sequence parallelism, of how many equal parts of its tokens this rank has which."""
 
-    @property
-    def towers(self) -> Sequence[TowerSpec]:
-        """Return the towers of the model."""
-        return self.spec.towers(self.hf)
-
-    def content(self, media: Media) -> Content:
-        """Return a content.
-
-        :raises MediaMismatchError: It is not there.
-        """
-        try:
-            if self.store is not None:
-                return self.store.get(media.key)
-        except KeyError:
-            pass
-        raise MediaMismatchError(
-            f"The {media.kind} {media.source or media.key} of a sample is not in the store of the host.",
-            hint="The media of the sample were dropped too early, or the worker has no store.",
-        )
-
-
-def media_positions(
-    sequences: Sequence[Tensor], shown: Sequence[Sequence[Media]], reader: MediaReader
-) -> Tensor | None:
-    """Return the positions of packed tokens, ``[3, T]``, int64; ``None`` for those of text.
-
-    :param sequences: Tokens of each sample.
-    :param shown: Media of each sample.
-    :raises MediaMismatchError: Placeholders and media differ.
-    """
-    holders = np.array(reader.spec.forbidden(reader.hf), dtype=np.int64)
-    for tokens, media in zip(sequences, shown, strict=True):
-        _check(tokens, media, holders)
-    if not any(shown):
-        return None
-    positions = [
-        reader.spec.positions(reader.hf, len(tokens), media)
-        if media
-        else np.broadcast_to(np.arange(len(tokens), dtype=np.int64), (3, len(tokens)))
-        for tokens, media in zip(sequences, shown, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate(positions, axis=1))
-
-
-def _check(tokens: Tensor, shown: Sequence[Media], holders: Any) -> None:
-    """Refuse a sample that has placeholders without media, or media elsewhere."""
-    held = np.isin(tokens.numpy(), holders)
-    taken = np.zeros(len(held), dtype=np.int64)
-    for media in shown:
-        for start, count in media.spans:
-            taken[start : start + count] += 1
-    if np.array_equal(held.astype(np.int64), taken):
-        return
-    names = ", ".join(media.source or media.key for media in shown) or "none"
-    wanted = sum(media.num_tokens for media in shown)
-    elsewhere = ", in other places" if held.sum() == wanted else ""
-    raise MediaMismatchError(
-        f"A sample of {len(held)} tokens has {int(held.sum())} placeholders, and its media ({names}) have "
-        f"{wanted}{elsewhere}.",
-        hint="Each placeholder stands for one feature: what makes samples adds media with their tokens.",
-    )
-
 
 def media_batch(
-    shown: Sequence[Sequence[Media]], parts: SequenceParts, reader: MediaReader, device: torch.device
+    shown: Sequence[Sequence[Media]], parts: SequenceParts, reader: StageReader, device: torch.device
 ) -> MediaBatch | None:
     """Return the inputs of all towers for packed samples; ``None`` for text, and on ranks without towers.
 
@@ -125,50 +39,10 @@ def media_batch(
     if not any(shown) or not reader.is_first_stage:
         return None
     starts = accumulate(parts.lengths, initial=0)
-    placed = [each.moved(by) for media, by in zip(shown, starts, strict=False) for each in media]
-    _check_kinds({media.kind for media in placed}, reader.towers)
-    seen = {tower: [media for media in placed if media.kind in tower.kinds] for tower in reader.towers}
-    return {
-        tower.name: _tower_batch(tower, each, parts, reader, device) for tower, each in seen.items() if each
-    }
+    return tower_batches(shown, starts, reader, device, partial(_own, parts=parts, reader=reader))
 
 
-def _check_kinds(kinds: set[MediaKind], towers: Sequence[TowerSpec]) -> None:
-    if unseen := kinds.difference(*(tower.kinds for tower in towers)):
-        raise MediaMismatchError(
-            f"Samples have {', '.join(sorted(unseen))}, for which the model has no tower.",
-            hint="Name the kind in model.modalities, if the model's family takes it.",
-        )
-
-
-def _tower_batch(
-    tower: TowerSpec,
-    placed: Sequence[Media],
-    parts: SequenceParts,
-    reader: MediaReader,
-    device: torch.device,
-) -> TowerBatch:
-    """Return the batch of a tower.
-
-    :param placed: Media with spans among the packed tokens.
-    """
-    distinct = list({media.key: media for media in placed}.values())
-    ends = list(accumulate(media.num_tokens for media in distinct))
-    first = {media.key: end - media.num_tokens for media, end in zip(distinct, ends, strict=True)}
-    spans = [span for media in placed for span in media.spans]
-    rows = ranges(torch.tensor([start for start, _ in spans]), tuple(count for _, count in spans))
-    counts = tuple(media.num_tokens for media in placed)
-    source = ranges(torch.tensor([first[media.key] for media in placed]), counts)
-    rows, source = _own(rows, source, parts, reader)
-    return TowerBatch(
-        inputs=tower.inputs(reader.hf, [reader.content(media) for media in distinct], device),
-        count=ends[-1],
-        rows=on_device(rows, device),
-        source=on_device(source, device),
-    )
-
-
-def _own(rows: Tensor, source: Tensor, parts: SequenceParts, reader: MediaReader) -> tuple[Tensor, Tensor]:
+def _own(rows: Tensor, source: Tensor, parts: SequenceParts, reader: StageReader) -> tuple[Tensor, Tensor]:
     """Return those that are of this rank, whose tokens are a slice of its context-parallel part."""
     size = len(parts.own_rows) // reader.parts
     local = parts.local(rows) - reader.part * size

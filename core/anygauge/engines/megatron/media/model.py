@@ -18,9 +18,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from anygauge.engines.media import MediaBatch
 from anygauge.engines.megatron.layers.modules import PackedSequences, await_weights
 from anygauge.engines.megatron.layers.spec import first_stage_depth
-from anygauge.engines.megatron.media.batch import MediaBatch
 from anygauge.engines.megatron.media.merge import Features, merge
 from anygauge.engines.megatron.media.towers import Tower, build_tower
 from anygauge.engines.megatron.weights.sharding import padded_vocab

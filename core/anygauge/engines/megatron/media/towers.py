@@ -14,15 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anygauge.config.modalities import TOWERS
 from anygauge.engines.norms import bind_norm
 from anygauge.kernels.table import KernelTable
-from anygauge_hooks.errors import ConfigError, MediaMismatchError
+from anygauge_hooks.errors import MediaMismatchError
 from anygauge_hooks.media import MediaKind, TowerSpec
 from anygauge_hooks.megatron import WeightRule, megatron_model, with_megatron
 from anygauge_hooks.models import ModelSpec
 
-__all__ = ["Tower", "bind", "build_tower", "freeze", "recompute", "with_modalities"]
+__all__ = ["Tower", "bind", "build_tower", "recompute", "with_modalities"]
 
 ATTENTION = "anygauge_flash"
 """The table's attention among those of transformers, which packs sequences for names with "flash" in them."""
@@ -63,27 +62,6 @@ def with_modalities(spec: ModelSpec, kinds: Collection[MediaKind]) -> ModelSpec:
         unused_weights=unused_weights,
         media=replace(media, towers=built),
     )
-
-
-def freeze(model: nn.Module, parts: Collection[str], towers: Sequence[TowerSpec]) -> None:
-    """Freeze parts of a model.
-
-    :param parts: Those of ``train.freeze``.
-    :raises ConfigError: Nothing is left that learns.
-    """
-    frozen = {
-        tower.name for tower in towers if any(tower.kinds & TOWERS[part] for part in TOWERS if part in parts)
-    }
-    names = {tower.name for tower in towers}
-    if "language" in parts and frozen == names:
-        raise ConfigError(
-            f"train.freeze = {sorted(parts)} leaves nothing to train.",
-            hint="Leave one of vision, audio and language out of it, or name its media in model.modalities.",
-        )
-    for name, parameter in model.named_parameters():
-        owners = names.intersection(name.split("."))
-        if owners & frozen or ("language" in parts and not owners):
-            parameter.requires_grad_(False)
 
 
 # -------------------------------------------------------------------------
