@@ -194,7 +194,8 @@ class TowerSpec:
     inputs: Callable[[Mapping[str, Any], Sequence[Content], torch.device], Mapping[str, Any]]
     """From the Hugging Face config and contents to the module's keyword arguments: all contents packed one
     after another, pixels normalised on the device, what depends on grids alone made on the host. Under
-    ``"lengths"`` are the attention lengths as host integers, which the engine takes out."""
+    ``"lengths"`` are the attention lengths as host integers, which the engine takes out; where layers
+    attend within different sequences, by the name of the argument that holds their boundaries."""
     outputs: Callable[[Any], tuple[Tensor, Sequence[Tensor]]]
     """From what the module returns to features ``[N, D]``, in order of the contents, and further features
     ``[N, D]`` that are added after the first decoder layers, one per layer (deepstack)."""

@@ -23,6 +23,7 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.mistral import MISTRAL
     from anygauge_models.phi3 import PHI3
     from anygauge_models.qwen2 import QWEN2
+    from anygauge_models.qwen2_5_vl.spec import QWEN2_5_VL
     from anygauge_models.qwen3 import QWEN3
     from anygauge_models.qwen3_5.spec import QWEN3_5
     from anygauge_models.qwen3_5_moe import QWEN3_5_MOE
@@ -34,5 +35,5 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.smollm3 import SMOLLM3
 
     glm = [GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
-    qwen = [QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
+    qwen = [QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
     return [DEEPSEEK_V3, *glm, LLAMA, MISTRAL, PHI3, *qwen, SEED_OSS, SMOLLM3]

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from anygauge.engines.host_lengths import lengths_of, set_lengths
 from anygauge.kernels.table import KernelTable
 
-__all__ = ["ATTENTION", "packing_arguments", "register_attention", "with_lengths"]
+__all__ = ["ATTENTION", "packing_arguments", "register_attention"]
 
 ATTENTION = "anygauge_flash_packed"
 """Name of the function. Transformers makes no mask, and expects packed sequences, where "flash" is in it."""
@@ -36,7 +37,7 @@ def packing_arguments(boundaries: Tensor, lengths: Sequence[int]) -> dict[str, A
     :param boundaries: ``[N + 1]``, int32: where each sequence begins, and the last one ends.
     :param lengths: Their lengths, which the host then need not read from the device in every layer.
     """
-    with_lengths(boundaries, lengths)
+    set_lengths(boundaries, lengths)
     longest = max(lengths)
     return {
         "cu_seq_lens_q": boundaries,
@@ -44,21 +45,6 @@ def packing_arguments(boundaries: Tensor, lengths: Sequence[int]) -> dict[str, A
         "max_length_q": longest,
         "max_length_k": longest,
     }
-
-
-def with_lengths(boundaries: Tensor, lengths: Sequence[int]) -> None:
-    """Tell attention the lengths of packed sequences, which it would else read from the device.
-
-    :param boundaries: ``[N + 1]``, int32, as in :func:`packing_arguments`.
-    """
-    boundaries.host_lengths = tuple(lengths)  # type: ignore[attr-defined]  # ours
-
-
-def _lengths(boundaries: Any) -> Sequence[int]:
-    if not hasattr(boundaries, "host_lengths"):  # of a tower with several kinds of boundaries
-        with_lengths(boundaries, boundaries.diff().tolist())
-    lengths: Sequence[int] = boundaries.host_lengths
-    return lengths
 
 
 class _Attention:
@@ -94,7 +80,7 @@ class _Attention:
         if attention_mask is not None or cu_seq_lens_q is None or len(query) != 1:
             raise NotImplementedError("the model does not pass on how sequences are packed")
         q, k, v = (each[0].transpose(0, 1).to(value.dtype) for each in (query, key, value))
-        lengths = _lengths(cu_seq_lens_q)
+        lengths = lengths_of(cu_seq_lens_q) or cu_seq_lens_q.diff().tolist()
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         window = sliding_window if sliding_window and sliding_window < max(lengths) else None

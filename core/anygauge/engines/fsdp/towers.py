@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anygauge.engines.fsdp.attention import with_lengths
+from anygauge.engines.host_lengths import take_lengths
 from anygauge.engines.media import MediaBatch, TowerBatch, module_names
 from anygauge_hooks.errors import ConfigError, MediaMismatchError
 from anygauge_hooks.media import Content, MediaKind, MediaSpec, TowerSpec
@@ -37,9 +37,7 @@ class Tower:
         :param inputs: Result of ``TowerSpec.inputs``.
         """
         given = dict(inputs)
-        lengths = given.pop("lengths", None)
-        if lengths is not None and "cu_seqlens" in given:
-            with_lengths(given["cu_seqlens"], lengths)
+        take_lengths(given)
         return self.spec.outputs(self.module(**given))
 
     def smallest(self, device: torch.device, count: int = 1) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anygauge.engines.host_lengths import lengths_of, take_lengths
 from anygauge.engines.norms import bind_norm
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import MediaMismatchError
@@ -96,7 +97,8 @@ class PackedAttention:
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
         """Return the output ``[T, H]``."""
-        angles, lengths = given.get("position_embeddings"), _lengths.get()
+        angles = given.get("position_embeddings")
+        lengths = lengths_of(given.get("cu_seqlens")) or _lengths.get()
         if angles is None or lengths is None:
             return super().forward(hidden_states, *args, **given)  # type: ignore[misc]
         qkv = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
@@ -223,7 +225,7 @@ class Tower:
         :raises MediaMismatchError: There are more features, or fewer.
         """
         given = dict(inputs)
-        lengths = given.pop("lengths", None)
+        lengths = take_lengths(given)
         with _attending(lengths), nullcontext() if self.is_learning else torch.no_grad():
             main, levels = self.spec.outputs(self.module(**given))
         if len(main) != count:
@@ -237,7 +239,7 @@ class Tower:
         """Return the features of the smallest content, so that all weights take part in a micro-batch."""
         device = next(self.module.parameters()).device
         inputs = dict(self.spec.inputs(self.hf, [self.spec.blank(self.hf)], device))
-        with _attending(inputs.pop("lengths", None)):
+        with _attending(take_lengths(inputs)):
             return self.spec.outputs(self.module(**inputs))
 
 
