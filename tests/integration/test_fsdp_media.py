@@ -1,0 +1,122 @@
+"""Whole runs of models with towers on the FSDP engine: rows with images and without, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForMultimodalLM, Qwen2_5_VLConfig
+
+from anygauge.testing.tiny import tiny_tokenizer
+from anygauge.testing.tiny_vision import VISION_TOKENS, add_vision_tokens, tiny_qwen3_vl
+from anygauge_hooks import hookimpl
+from anygauge_hooks.types import NamedFunction
+from anygauge_tests.observer import Observer, run_with_observer
+from anygauge_tests.recipe import tiny_recipe
+
+STEPS = 2
+
+
+class Rewarding(Observer):
+    """An observer with a reward that differs among samples, so that each step changes the weights."""
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        return [NamedFunction(name="digits", fn=digits, inline=True)]
+
+
+def digits(response: str) -> float:
+    return sum(character.isdigit() for character in response) / 4
+
+
+def write_model(directory: Path, family: str) -> None:
+    """Write a tiny model with a token for each character of a sum."""
+    tokenizer = add_vision_tokens(tiny_tokenizer(directory, alphabet="0123456789+="))
+    if family == "qwen3_vl":
+        tiny_qwen3_vl(directory, tokenizer, init_std=0.2)
+        return
+    ids = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    text = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    vision = {
+        "depth": 2,
+        "fullatt_block_indexes": [1],
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "patch_size": 8,
+        "window_size": 32,
+        "out_hidden_size": 32,
+        "initializer_range": 0.2,
+    }
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **dict(zip(names, ids, strict=True)))
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    tokenizer.save_pretrained(directory)
+    model.save_pretrained(directory)
+    settings = {"patch_size": 8, "min_pixels": 16 * 16, "max_pixels": 48 * 48}
+    (directory / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+def recipe(directory: Path, family: str, **keys: Any) -> Path:
+    """Write a recipe whose rows have an image, two or none."""
+    path = tiny_recipe(
+        directory,
+        run__steps=STEPS,
+        train__engine="fsdp",
+        train__optimizer_steps=2,
+        train__micro_batch_tokens=64,
+        data__multimodal_keys={"image": "images"},
+        reward__function="digits",
+        placement__train_workers=2,
+        **keys,
+    )
+    path.write_text(path.read_text().replace('{"image": "images"}', '{image = "images"}'))
+    shutil.rmtree(directory / "model")
+    write_model(directory / "model", family)
+    rng = random.Random(0)
+    rows = []
+    for number in range(12):
+        names = [f"{number}-{index}.png" for index in range(number % 3)]
+        for name in names:
+            size = rng.randint(16, 48), rng.randint(16, 48)
+            Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1])).save(directory / name)
+        rows.append({"prompt": "<image>" * len(names) + f"{number}+1=", "label": "", "images": names})
+    (directory / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.usefixtures("forked_actors")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.fsdp)])
+def test_a_run_from_start_to_end(tmp_path: Path, family: str) -> None:
+    """Ranks whose micro-batches have no image keep in step with the others."""
+    observer = Rewarding()
+    run_with_observer(recipe(tmp_path, family), observer)
+    assert len(observer.metrics) == STEPS
+    for metrics in observer.metrics:
+        assert metrics["train/grad_norm"] > 0
+        assert metrics["train/train_rollout_logprob_abs_diff"] < 1e-5
+    (export,) = (tmp_path / "run").rglob("model.safetensors.index.json")
+    model, info = AutoModelForMultimodalLM.from_pretrained(export.parent, output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"]
+    start = AutoModelForMultimodalLM.from_pretrained(tmp_path / "model").state_dict()
+    unchanged = [name for name, tensor in model.state_dict().items() if tensor.equal(start[name])]
+    assert not unchanged
