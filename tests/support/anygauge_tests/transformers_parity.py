@@ -21,10 +21,10 @@ from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.media import Media, MediaKind
 from anygauge_hooks.models import ModelSpec, text_config
 from anygauge_hooks.rl import Prompt, SamplingParams
-from anygauge_tests.batches import TrainSample, make_batch
+from anygauge_tests.batches import TrainSample, log_probs, make_batch
 from anygauge_tests.embedded import sample_all
 
-__all__ = ["ParityPair", "build", "exported_tensors", "sample"]
+__all__ = ["ParityPair", "build", "check_fsdp_log_probs", "exported_tensors", "sample"]
 
 _ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 62)))
 """With the padding token and the end of a sequence as many tokens as the tiny models have."""
@@ -204,3 +204,34 @@ def sample(parts: Iterable[int | tuple[Media, Sequence[int]]], holder: Mapping[s
             media.append(medium.moved(len(tokens)))
             tokens += [holder[medium.kind] if token < 0 else token for token in inside]
     return TrainSample(tokens, 2, [1, 1], [-0.5] * 2, [1.0] * 2, media=tuple(media))
+
+
+def check_fsdp_log_probs(pair: ParityPair, modalities: Sequence[str]) -> Any:
+    """Compare the log-probabilities of the FSDP engine with those of the Megatron engine's model.
+
+    :returns: The engine.
+    """
+    config = Config.model_validate(
+        {
+            "run": {"name": "test", "steps": 1},
+            "model": {"path": pair.path, "modalities": list(modalities)},
+            "data": {"train": []},
+            "reward": {"function": "none"},
+            "train": {"engine": "fsdp", "micro_batch_tokens": 10_000},
+        }
+    )
+    spec = pair.context.plugins.get("register_train_engines", "fsdp")
+    engine = spec.make(config, replace(pair.context, media=pair.store))
+    actual = log_probs(engine, pair.samples, temperature=1.0)
+    media = pair.spec.media
+    assert media is not None
+    logits = pair.logits().index_fill(-1, torch.tensor(media.forbidden(pair.policy.hf)), -torch.inf)
+    for each, sample, rows in zip(
+        actual, pair.samples, logits.split([len(sample.tokens) for sample in pair.samples]), strict=True
+    ):
+        count = sample.response_length
+        expected = (
+            rows[-count - 1 : -1].log_softmax(-1).gather(1, torch.tensor(sample.tokens[-count:])[:, None])
+        )
+        torch.testing.assert_close(each, expected[:, 0], rtol=0, atol=1e-5)
+    return engine

@@ -25,7 +25,7 @@ from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
 from anygauge_tests.batches import TrainSample
 from anygauge_tests.media import DictStore
-from anygauge_tests.transformers_parity import ParityPair, build, sample
+from anygauge_tests.transformers_parity import ParityPair, build, check_fsdp_log_probs, sample
 from anygauge_tests.vision_models import write_vision_model
 
 OMNI: ModelSpec = load_plugins().named("register_models")["qwen3_omni_moe"]
@@ -343,3 +343,9 @@ def test_a_published_directory_has_the_thinker_as_a_part() -> None:
         ("thinker.visual.",),
         ("thinker.audio_tower.",),
     ]
+
+
+@pytest.mark.fsdp
+@torch.no_grad()
+def test_the_fsdp_engine_has_the_log_probabilities_of_the_trainer(both: ParityPair) -> None:
+    check_fsdp_log_probs(both, ["image", "video", "audio"])

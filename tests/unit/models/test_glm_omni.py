@@ -23,7 +23,7 @@ from anygauge_models.glm4v_moe import GLM4V_MOE
 from anygauge_tests.batches import TrainSample
 from anygauge_tests.composed import write_composed
 from anygauge_tests.media import DictStore
-from anygauge_tests.transformers_parity import ParityPair, build, sample
+from anygauge_tests.transformers_parity import ParityPair, build, check_fsdp_log_probs, sample
 from anygauge_tests.vision_models import write_vision_model
 
 OMNI: ModelSpec = load_plugins().named("register_models")["glm_omni"]
@@ -242,3 +242,9 @@ def test_flops_of_sound_are_two_per_weight_that_a_position_meets(both: ParityPai
     met += 13 * sum(each.numel() for each in projector if each.dim() > 1)
     attention = 2 * 52 * 2 * 32 * 52
     assert OMNI.media.flops(HF, Media("audio", "", ((0, 13),), (WINDOW, 1, 1))) == 2 * (met + attention)
+
+
+@pytest.mark.fsdp
+@torch.no_grad()
+def test_the_fsdp_engine_has_the_log_probabilities_of_the_trainer(both: ParityPair) -> None:
+    check_fsdp_log_probs(both, ["image", "video", "audio"])
