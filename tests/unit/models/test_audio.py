@@ -324,9 +324,13 @@ def test_a_published_directory_is_trained_and_sampled_from(both: Any, tmp_path: 
     actual = dict(policy.weights())
     assert actual.keys() == published.keys()
     assert all(torch.equal(actual[name], published[name]) for name in published)
-    replace(both, path=tmp_path, policy=policy, samples=both.samples[2:4]).check_sampling(
-        ("image", "audio"), 2
-    )
+    pair = replace(both, path=tmp_path, policy=policy, samples=both.samples[2:4])
+    pair.check_sampling(("image", "audio"), 2)
+    with torch.no_grad():
+        engine = check_fsdp_log_probs(pair, ["image", "video", "audio"])
+    exported = dict(engine.weights())
+    assert exported.keys() == published.keys()
+    assert all(torch.equal(exported[name], published[name]) for name in published)
 
 
 def test_a_published_directory_has_the_thinker_as_a_part() -> None:
