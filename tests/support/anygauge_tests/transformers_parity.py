@@ -222,16 +222,14 @@ def check_fsdp_log_probs(pair: ParityPair, modalities: Sequence[str]) -> Any:
     )
     spec = pair.context.plugins.get("register_train_engines", "fsdp")
     engine = spec.make(config, replace(pair.context, media=pair.store))
-    actual = log_probs(engine, pair.samples, temperature=1.0)
     media = pair.spec.media
     assert media is not None
     logits = pair.logits().index_fill(-1, torch.tensor(media.forbidden(pair.policy.hf)), -torch.inf)
-    for each, sample, rows in zip(
-        actual, pair.samples, logits.split([len(sample.tokens) for sample in pair.samples]), strict=True
-    ):
+    parts = torch.split(logits, [len(sample.tokens) for sample in pair.samples])
+    actual = log_probs(engine, pair.samples, temperature=1.0)
+    for each, sample, rows in zip(actual, pair.samples, parts, strict=True):
         count = sample.response_length
-        expected = (
-            rows[-count - 1 : -1].log_softmax(-1).gather(1, torch.tensor(sample.tokens[-count:])[:, None])
-        )
-        torch.testing.assert_close(each, expected[:, 0], rtol=0, atol=1e-5)
+        taken = torch.tensor(sample.tokens[-count:])[:, None]
+        expected = rows[-count - 1 : -1].log_softmax(-1).gather(1, taken)[:, 0]
+        torch.testing.assert_close(each, expected, rtol=0, atol=1e-5)
     return engine

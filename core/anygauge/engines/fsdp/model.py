@@ -36,6 +36,7 @@ from anygauge.kernels.table import KernelTable
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.kernels import VocabParallelLogprob
+from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.models import ModelSpec, TransformersModel, text_config
 
 __all__ = ["Outputs", "ShardedModel", "build_model", "decoder_layers"]
@@ -216,26 +217,19 @@ def build_model(
     """
     dtype = torch_dtype(config)
     register_attention(kernels)
-    kinds, media = modalities(config), spec.media
-    is_multimodal = media is not None and bool(media.towers(hf))
+    is_multimodal = spec.media is not None and bool(spec.media.towers(hf))
     model = _build(config, spec if is_multimodal else None, hf)
-    unused = list(spec.unused_weights(hf))
-    if media is not None:
-        unused += take_out(model, media, hf, kinds)
     logprob = LogProbKernels(
         kernels.resolve("linear_logprob", dtype=dtype) if config.train.fused_loss else None,
         kernels.resolve("vocab_parallel_logprob", dtype=dtype),
     )
     root = ShardedModel(model, logprob, is_critic=is_critic, is_multimodal=is_multimodal)
     root.requires_grad_(trains).eval()  # dropout and noise of routers are for pretraining
+    left_out = [] if spec.media is None else _choose_towers(root, spec.media, hf, config)
     lora = config.train.lora
     if lora.is_on and trains:
         root.adapters = add_adapters(root, lora, dtype)
-    if media is not None:
-        towers = [tower for tower in media.towers(hf) if tower.kinds & kinds]
-        root.forbidden = tuple(media.forbidden(hf))
-        root.towers = Towers(model, towers, hf) if towers else None
-        freeze(root, config.train.freeze if trains else (), towers)
+    unused = [*left_out, *spec.unused_weights(hf)]
     root.unused = [f"^{re.escape(prefix)}" for prefix in unused]
     if config.train.recompute == "full" and trains:
         for layer in root.blocks:
@@ -246,6 +240,21 @@ def build_model(
     if root.adapters.layers:
         _start_adapters(root, config)
     return root
+
+
+def _choose_towers(root: ShardedModel, media: MediaSpec, hf: Mapping[str, Any], config: Config) -> list[str]:
+    """Keep the towers of the run's media, frozen as the config says.
+
+    :returns: How the names of the others' tensors begin.
+    """
+    kinds = modalities(config)
+    left_out = take_out(root.model, media, hf, kinds)
+    towers = [tower for tower in media.towers(hf) if tower.kinds & kinds]
+    root.forbidden = tuple(media.forbidden(hf))
+    root.towers = Towers(root.model, towers, hf) if towers else None
+    if any(parameter.requires_grad for parameter in root.parameters()):
+        freeze(root, config.train.freeze, towers)
+    return left_out
 
 
 def _start_adapters(root: ShardedModel, config: Config) -> None:
