@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,8 @@ class StoredNames:
     """Names by expert, for experts that are one tensor in the model and one each in the checkpoint: those
     whose rows are concatenated. Of any other tensor, one name by itself."""
     is_stack: bool = False
+    is_turned: bool = False
+    """Whether the matrices of a stack lie the other way in the checkpoint."""
 
 
 def load_weights(root: Any, directory: Path) -> Mapping[str, StoredNames]:
@@ -124,7 +126,7 @@ def _locate(root: Any, source: TensorReader) -> Mapping[str, StoredNames]:
     :raises WeightMappingError: One is not there, or something else is.
     """
     model = root.model
-    renamings, stacks = _conversions(model)
+    renamings, stacks, turned = _conversions(model)
     known: dict[str, str] = {}
     for stored in source.names:
         name = stored
@@ -146,6 +148,8 @@ def _locate(root: Any, source: TensorReader) -> Mapping[str, StoredNames]:
         if stored_names is None:
             problems += [] if shard.name.startswith(SCORE) else [f"{shard.name} is missing"]
             continue
+        if _is_turned(shard, stored_names, source, turned):
+            stored_names = replace(stored_names, is_turned=True)
         names[shard.name] = stored_names
         problems += _misfits(shard, stored_names, source)
     taken = {name for each in names.values() for expert in each.experts for name in expert}
@@ -159,21 +163,32 @@ def _locate(root: Any, source: TensorReader) -> Mapping[str, StoredNames]:
     return names
 
 
-def _conversions(model: Any) -> tuple[list[Any], dict[str, Sequence[str]]]:
-    """Return transformers' renamings of a checkpoint, and the tensors that it stacks by experts.
+def _conversions(model: Any) -> tuple[list[Any], dict[str, Sequence[str]], list[str]]:
+    """Return transformers' renamings of a checkpoint, the tensors that it stacks by experts, and turned ones.
 
-    Those are by the end of the model's name the ends of the stored names, with ``*`` for the expert.
+    Stacks are by the end of the model's name the ends of the stored names, with ``*`` for the expert. Turned
+    stacks, whose matrices may lie the other way, are ends of names.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    renamings, stacks = [], {}
+    renamings, stacks, turned = [], {}, []
     for entry in get_model_conversion_mapping(model):
         operations = [type(each).__name__ for each in getattr(entry, "operations", ())]
         if operations in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
             stacks[entry.target_patterns[0]] = entry.source_patterns
+        elif operations == ["Transpose"]:
+            turned.append(entry.target_patterns[0])
         elif not operations:
             renamings.append(entry)
-    return renamings, stacks
+    return renamings, stacks, turned
+
+
+def _is_turned(shard: LocalShard, stored: StoredNames, source: TensorReader, turned: Sequence[str]) -> bool:
+    """Return whether the matrices of a stack lie the other way, which their shape says."""
+    shape = list(shard.tensor.shape)
+    if stored.is_stack or len(shape) != 3 or not shard.name.endswith(tuple(turned)):
+        return False
+    return list(source.shape(stored.experts[0][0])) == [shape[0], shape[2], shape[1]] != shape
 
 
 def _candidates(
@@ -192,6 +207,7 @@ def _candidates(
 
 def _misfits(shard: LocalShard, stored: StoredNames, source: TensorReader) -> Iterator[str]:
     wanted = list(shard.tensor.shape)[1:] if stored.is_stack else list(shard.tensor.shape)
+    wanted = [wanted[0], *reversed(wanted[1:])] if stored.is_turned else wanted
     for expert in stored.experts:
         shapes = [list(source.shape(name)) for name in expert]
         joined = [sum(each[0] for each in shapes), *shapes[0][1:]] if stored.is_stack else shapes[0]
@@ -227,7 +243,8 @@ def _read(shard: LocalShard, stored: StoredNames | None, source: TensorReader) -
     elif not shard.tensor.dim():
         local.copy_(source(stored.experts[0][0]))
     elif last > first:
-        local.copy_(source.read(stored.experts[0][0], (slice(first, last),)))
+        rows = source.read(stored.experts[0][0], (slice(first, last),))
+        local.copy_(rows.mT if stored.is_turned else rows)
 
 
 def full_weights(
@@ -245,7 +262,7 @@ def full_weights(
         full = whole(tensor.to(dtype)) if isinstance(tensor, DTensor) else tensor
         stored = names.get(shard.name, StoredNames([[shard.name]]))
         if not stored.is_stack:
-            yield stored.experts[0][0], full
+            yield stored.experts[0][0], full.mT.contiguous() if stored.is_turned else full
             continue
         for expert, part in zip(stored.experts, full, strict=True):
             yield from zip(expert, part.chunk(len(expert)), strict=True)
