@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from anygauge.testing.tiny_vision import VISION_TOKENS, add_vision_tokens, tiny_
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import NamedFunction
 from anygauge_tests.observer import Observer, run_with_observer
-from anygauge_tests.recipe import tiny_recipe
 
 STEPS = 2
 
@@ -76,21 +74,8 @@ def write_model(directory: Path, family: str) -> None:
     (directory / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
-def recipe(directory: Path, family: str, **keys: Any) -> Path:
-    """Write a recipe whose rows have an image, two or none."""
-    path = tiny_recipe(
-        directory,
-        run__steps=STEPS,
-        train__engine="fsdp",
-        train__optimizer_steps=2,
-        train__micro_batch_tokens=64,
-        data__multimodal_keys={"image": "images"},
-        reward__function="digits",
-        placement__train_workers=2,
-        **keys,
-    )
-    path.write_text(path.read_text().replace('{"image": "images"}', '{image = "images"}'))
-    shutil.rmtree(directory / "model")
+def recipe(directory: Path, family: str) -> Path:
+    """Write a config of four lines, and rows with an image, two or none."""
     write_model(directory / "model", family)
     rng = random.Random(0)
     rows = []
@@ -101,22 +86,52 @@ def recipe(directory: Path, family: str, **keys: Any) -> Path:
             Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1])).save(directory / name)
         rows.append({"prompt": "<image>" * len(names) + f"{number}+1=", "label": "", "images": names})
     (directory / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = directory / "four.toml"
+    path.write_text(
+        f'model.path = "{directory}/model"\n'
+        f'data = {{ train = ["{directory}/data.jsonl"], multimodal_keys = {{ image = "images" }} }}\n'
+        'reward.function = "digits"\n'
+        'train.engine = "fsdp"\n'
+    )
     return path
+
+
+def run(path: Path, workers: int) -> Sequence[Mapping[str, float]]:
+    """Train, and return the metrics of each step."""
+    observer = Rewarding()
+    keys = {
+        "run.name": f"workers-{workers}",
+        "run.directory": path.parent,
+        "run.steps": STEPS,
+        "data.cache": path.parent / "cache",
+        "rollout.prompts_per_step": 6,
+        "rollout.samples_per_prompt": 4,
+        "rollout.max_new_tokens": 4,
+        "train.optimizer_steps": 2,
+        "train.micro_batch_tokens": 64,
+        "placement.launcher": "local",
+        "placement.train_workers": workers,
+        "placement.threads_per_worker": 1,
+    }
+    run_with_observer(path, observer, keys)
+    return observer.metrics
 
 
 @pytest.mark.usefixtures("forked_actors")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.fsdp)])
-def test_a_run_from_start_to_end(tmp_path: Path, family: str) -> None:
+def test_two_ranks_train_as_one(tmp_path: Path, family: str) -> None:
     """Ranks whose micro-batches have no image keep in step with the others."""
-    observer = Rewarding()
-    run_with_observer(recipe(tmp_path, family), observer)
-    assert len(observer.metrics) == STEPS
-    for metrics in observer.metrics:
+    path = recipe(tmp_path, family)
+    two, one = run(path, 2), run(path, 1)
+    assert len(two) == len(one) == STEPS
+    for metrics in two:
         assert metrics["train/grad_norm"] > 0
         assert metrics["train/train_rollout_logprob_abs_diff"] < 1e-5
-    (export,) = (tmp_path / "run").rglob("model.safetensors.index.json")
+    # Samples of the second step are drawn by weights that differ in their last bits.
+    for name in ("train/loss", "train/grad_norm"):
+        assert two[0][name] == pytest.approx(one[0][name], rel=1e-4, abs=1e-6)
+    (export,) = (tmp_path / "workers-2").rglob("model.safetensors.index.json")
     model, info = AutoModelForMultimodalLM.from_pretrained(export.parent, output_loading_info=True)
     assert not info["missing_keys"] | info["unexpected_keys"]
     start = AutoModelForMultimodalLM.from_pretrained(tmp_path / "model").state_dict()
-    unchanged = [name for name, tensor in model.state_dict().items() if tensor.equal(start[name])]
-    assert not unchanged
+    assert not [name for name, tensor in model.state_dict().items() if tensor.equal(start[name])]

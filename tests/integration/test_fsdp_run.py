@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, GptOssConfig, PhiConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PhiConfig,
+    Qwen2Config,
+)
 
 from anygauge.cli import main
 from anygauge.config.load import load_config
@@ -89,6 +96,47 @@ def test_a_run_from_start_to_end(tmp_path: Path, config: Any) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(export.parent, output_loading_info=True)
     assert not info["missing_keys"] | info["unexpected_keys"]
     assert type(model.config) is type(config)
+
+
+FOUR_LINES: dict[str, Any] = {
+    "gemma-3": Gemma3TextConfig(
+        **SIZES,
+        head_dim=8,
+        num_key_value_heads=2,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "qwen2.5": Qwen2Config(**SIZES, num_key_value_heads=2),
+    "gpt-oss": GPT_OSS,
+    "smollm2": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+}
+SMALL = {
+    "run.steps": 2,
+    "rollout.prompts_per_step": 4,
+    "rollout.samples_per_prompt": 4,
+    "rollout.max_new_tokens": 4,
+    "placement.launcher": "local",
+    "placement.threads_per_worker": 1,
+}
+
+
+@pytest.mark.usefixtures("forked_actors")
+@pytest.mark.parametrize("name", FOUR_LINES)
+def test_a_config_of_four_lines_trains(tmp_path: Path, name: str) -> None:
+    recipe(tmp_path, FOUR_LINES[name])
+    path = tmp_path / "four.toml"
+    path.write_text(
+        f'model.path = "{tmp_path}/model"\n'
+        f'data.train = ["{tmp_path}/data.jsonl"]\n'
+        'reward.function = "digits"\n'
+        'train.engine = "fsdp"\n'
+    )
+    observer = Rewarding()
+    run_with_observer(path, observer, {**SMALL, "run.directory": tmp_path, "data.cache": tmp_path / "cache"})
+    assert len(observer.metrics) == 2
+    for metrics in observer.metrics:
+        assert metrics["train/grad_norm"] > 0
+        assert metrics["train/train_rollout_logprob_abs_diff"] < 1e-5
 
 
 def test_a_dry_run_says_by_whom_the_model_is_served(

@@ -35,8 +35,11 @@ class Observer:
         self.metrics.append(metrics)
 
 
-def run_with_observer(recipe: Path, observer: Observer) -> RunInfo:
-    """Train as a config says, on the CPU, with an observer registered as a plugin."""
+def run_with_observer(recipe: Path, observer: Observer, keys: Mapping[str, object] = {}) -> RunInfo:
+    """Train as a config says, on the CPU, with an observer registered as a plugin.
+
+    :param keys: Of the command line.
+    """
     plugins = load_plugins()
     plugins.register(observer, "observer")
-    return train(load_config(recipe, backend="cpu", plugins=plugins), plugins)
+    return train(load_config(recipe, list(keys.items()), backend="cpu", plugins=plugins), plugins)

@@ -313,6 +313,23 @@ def _swapped(store: DictStore) -> str:
     return "swapped"
 
 
+def test_adapters_of_decoder_and_tower_are_trained(
+    make_engine: MakeEngine, samples: list[TrainSample], expected: tuple[list[Tensor], Any], tmp_path: Path
+) -> None:
+    engine = make_engine(lora={"rank": 2, "export": "merged"})
+    before = torch.cat(batches.log_probs(engine, samples, temperature=1.0))
+    torch.testing.assert_close(before, torch.cat(expected[0]), rtol=0, atol=1e-5)
+    for _ in range(2):
+        gradients = take_step(engine, samples)
+    assert all(".lora_" in name and gradient.any() for name, gradient in gradients.items())
+    assert any("visual" in name for name in gradients)
+    engine.save_hf(str(tmp_path / "out"))
+    after = torch.cat(batches.log_probs(engine, samples, temperature=1.0))
+    assert (after - before).abs().max() > 1e-3
+    merged = torch.cat(batches.log_probs(make_engine(path=tmp_path / "out"), samples, temperature=1.0))
+    torch.testing.assert_close(merged, after, rtol=0, atol=1e-5)
+
+
 def test_media_that_are_not_there_are_refused(make_engine: MakeEngine, samples: list[TrainSample]) -> None:
     engine = make_engine()
     (medium,) = samples[1].media
