@@ -144,7 +144,9 @@ def test_a_dry_run_says_by_whom_the_model_is_served(
 ) -> None:
     path = recipe(tmp_path)
     assert main(["train", str(path), "--dry-run", "--backend", "cpu"]) == 0
-    assert "PhiForCausalLM" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "model: PhiForCausalLM, built by transformers (train.engine = 'fsdp')" in error
+    assert "PhiForCausalLM is supported by train.engine = 'fsdp' (family transformers)" in error
 
 
 def test_layouts_that_the_engine_lacks_are_refused(tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--devices", metavar="N", type=_count, default=1, help="default: 1")
     parser.add_argument("--backend", metavar="NAME", help="default: the only usable accelerator, else cpu")
+    parser.add_argument(
+        "--engine",
+        metavar="NAME",
+        help="train engine: megatron or fsdp; default: megatron, never another one",
+    )
     parser.add_argument("--task", choices=("rl", "sft"), default="rl", help="default: rl")
     parser.add_argument("--data", metavar="FILE", help="training data, local or by name; default: GSM8K")
     parser.add_argument("--out", metavar="FILE", default="config.toml", help="default: config.toml")
@@ -63,9 +68,11 @@ def run(args: argparse.Namespace) -> int:
     _check_text(args)
     out = Path(args.out)
     _check_out(out, force=args.force)
-    model, how = _model(args.model)
+    model, hf, how = _model(args.model)
+    supported = _check_engine(args.engine, hf)
     machine = _machine(args.backend, args.devices)
-    text = recipe(model, _data(args.data), machine, task=args.task, command=_command(args))
+    options = {"task": args.task, "engine": args.engine, "command": _command(args)}
+    text = recipe(model, _data(args.data), machine, **options)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("w" if args.force else "x", encoding="utf-8") as file:
@@ -73,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"Cannot write {out}: {error.strerror}.", hint="Name a file with --out.") from error
     print(f"wrote {out}")
-    for note in (how, *_notes(args, model, machine)):
+    for note in (how, *supported, *_notes(args, model, machine)):
         print(f"note: {note}")
     print(f"next: anygauge train {shlex.quote(str(out))}")
     return 0
@@ -114,7 +121,7 @@ def _check_out(out: Path, *, force: bool) -> None:
 
 
 def _command(args: argparse.Namespace) -> str:
-    options = {"--backend": args.backend, "--data": args.data}
+    options = {"--engine": args.engine, "--backend": args.backend, "--data": args.data}
     chosen = [word for option, value in options.items() if value for word in (option, value)]
     words = ["anygauge", "init", "--model", args.model, "--devices", str(args.devices), "--task", args.task]
     return shlex.join([*words, *chosen])
@@ -125,8 +132,8 @@ def _command(args: argparse.Namespace) -> str:
 # -------------------------------------------------------------------------
 
 
-def _model(text: str) -> tuple[ModelFacts, str]:
-    """Return the known facts about a model, and their source."""
+def _model(text: str) -> tuple[ModelFacts, Mapping[str, Any], str]:
+    """Return the known facts about a model, its ``config.json`` if it is here, and the source of both."""
     from anygauge.cli.recipe import facts_of_config, facts_of_name
     from anygauge_hooks.errors import ConfigError
 
@@ -134,7 +141,8 @@ def _model(text: str) -> tuple[ModelFacts, str]:
     if not os.path.exists(directory):
         cached = _cached(text)
         if cached is None:
-            return facts_of_name(text), f"{text} is not in the cache: sizes follow from its name alone"
+            how = f"{text} is not in the cache: sizes follow from its name alone"
+            return facts_of_name(text), {}, how
         directory, name = cached, text
     else:
         name = str(directory)
@@ -151,7 +159,33 @@ def _model(text: str) -> tuple[ModelFacts, str]:
             hint="Name a directory with config.json, a tokenizer and *.safetensors, or a name on the hub.",
         ) from error
     facts = facts_of_config(name, hf, chat=_has_template(directory))
-    return facts, f"sizes follow from {directory / 'config.json'}"
+    return facts, hf, f"sizes follow from {directory / 'config.json'}"
+
+
+def _check_engine(engine: str | None, hf: Mapping[str, Any]) -> list[str]:
+    """Return which train engines support a model, if its architecture is known.
+
+    :raises ConfigError: The chosen one does not, or none does.
+    """
+    from anygauge.config.rules.architecture import engine_support, support_text
+    from anygauge.config.schema import Train
+    from anygauge.plugins import load_plugins
+    from anygauge_hooks.errors import ConfigError
+
+    plugins = load_plugins()
+    chosen = engine or Train().engine
+    plugins.get("register_train_engines", chosen)
+    if not hf.get("architectures"):
+        return []
+    families, reasons = engine_support(plugins, hf)
+    names = ", ".join(map(str, hf["architectures"]))
+    if chosen in families:
+        return [support_text(hf, families)]
+    others = " or ".join(f"--engine {name}" for name in sorted(families))
+    raise ConfigError(
+        f"{names} is not supported by train.engine = {chosen!r}: {reasons[chosen]}",
+        hint=f"Write {others}, which supports it." if others else "docs/models.md shows how to add a family.",
+    )
 
 
 def _cached(text: str) -> Path | None:

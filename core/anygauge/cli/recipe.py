@@ -168,10 +168,19 @@ def state_gib(billions: float, devices: int) -> float:
 # -------------------------------------------------------------------------
 
 
-def recipe(model: ModelFacts, data: DataFacts, machine: Machine, *, task: str, command: str) -> str:
+def recipe(
+    model: ModelFacts,
+    data: DataFacts,
+    machine: Machine,
+    *,
+    task: str,
+    command: str,
+    engine: str | None = None,
+) -> str:
     """Return the text of a config.
 
     :param task: ``rl`` or ``sft``.
+    :param engine: Train engine, if it is not the default one.
     :param command: Command that writes the recipe.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -189,6 +198,7 @@ def recipe(model: ModelFacts, data: DataFacts, machine: Machine, *, task: str, c
         data=data,
         machine=machine,
         task=task,
+        engine=engine,
         command=command,
         one_host=ONE_HOST,
         **_texts(model, machine, task),

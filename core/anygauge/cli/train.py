@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     )
     for change in loaded.changes:
         _say(f"filled in: {change}")
-    for line in _model(loaded.config, plugins):
+    for line in _model(loaded.config, plugins, is_dry=args.dry_run):
         _say(line)
     if args.dry_run:
         for each in unresolved(localized(loaded.config, download=False)) if args.check_files else ():
@@ -95,18 +95,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(config: Config, plugins: Plugins) -> Iterator[str]:
-    """Yield which model a train engine builds without a family of ours."""
+def _model(config: Config, plugins: Plugins, *, is_dry: bool) -> Iterator[str]:
+    """Yield which model the train engine builds, and what else supports it where nothing is trained."""
+    from anygauge.config.rules.architecture import engine_support, support_text
     from anygauge.disk import read_json
 
     engine = plugins.find("register_train_engines", config.train.engine)
-    if engine is None or engine.make_family is None:
-        return
     try:
-        names = read_json(config.model.path / "config.json")["architectures"]
+        hf = read_json(config.model.path / "config.json")
+        names = ", ".join(map(str, hf["architectures"]))
     except (OSError, ValueError, KeyError, TypeError):
         return  # not downloaded yet, or a problem that the check of the files has told
-    yield f"model: {', '.join(map(str, names))}, built by transformers (train.engine = {engine.name!r})"
+    if engine is not None and engine.make_family is not None:
+        yield f"model: {names}, built by transformers (train.engine = {engine.name!r})"
+    if is_dry and (families := engine_support(plugins, hf)[0]):
+        yield support_text(hf, families)
 
 
 def _check_usage(args: argparse.Namespace) -> None:

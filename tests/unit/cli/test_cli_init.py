@@ -300,3 +300,41 @@ def test_sizes_are_written_in_units_that_fit() -> None:
         text = recipe(facts_of_config("m", hf, chat=False), data, machine, task="rl", command="c")
         assert f"# for {count} parameters on" in text
         assert f"# KV cache of {cache} per token" in text
+
+
+def test_a_model_without_a_family_gets_another_engine_where_it_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is never chosen silently."""
+    Path("phi").mkdir()
+    hf = {**QWEN3_8B, "architectures": ["PhiForCausalLM"], "model_type": "phi"}
+    Path("phi/config.json").write_text(json.dumps(hf))
+    options = ["init", "--model", "phi", "--backend", "cuda"]
+    assert main(options) == 1
+    error = capsys.readouterr().err
+    assert "PhiForCausalLM is not supported by train.engine = 'megatron'" in error
+    assert "Write --engine fsdp, which supports it." in error
+    assert not Path("config.toml").exists()
+    assert main([*options, "--engine", "fsdp"]) == 0
+    assert "PhiForCausalLM is supported by train.engine = 'fsdp'" in capsys.readouterr().out
+    written = tomllib.loads(Path("config.toml").read_text())
+    assert (written["train"]["engine"], written["train"]["recompute"]) == ("fsdp", "full")
+
+
+def test_a_model_that_no_engine_supports_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("llava").mkdir()
+    hf = {**QWEN3_8B, "architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}
+    Path("llava/config.json").write_text(json.dumps(hf))
+    assert main(["init", "--model", "llava", "--backend", "cpu", "--engine", "fsdp"]) == 1
+    assert "takes images or sound, and no family prepares them for it" in capsys.readouterr().err
+    assert main(["init", "--model", NAME, "--backend", "cpu", "--engine", "deepspeed"]) == 1
+    assert "deepspeed" in capsys.readouterr().err
+
+
+def test_every_engine_of_a_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("qwen3").mkdir()
+    hf = {**QWEN3_8B, "architectures": ["Qwen3ForCausalLM"]}
+    Path("qwen3/config.json").write_text(json.dumps(hf))
+    assert main(["init", "--model", "qwen3", "--backend", "cpu"]) == 0
+    engines = "'fsdp' (family qwen3) and 'megatron' (family qwen3)"
+    assert f"Qwen3ForCausalLM is supported by train.engine = {engines}" in capsys.readouterr().out

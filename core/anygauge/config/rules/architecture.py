@@ -1,18 +1,20 @@
-"""Check that a family and the train engine support a ``config.json``, before anything is built from it."""
+"""Check which train engines support a ``config.json``, before anything is built from it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from anygauge_hooks.errors import AnygaugeError
+from anygauge.config.families import family
+from anygauge_hooks.errors import AnygaugeError, UnknownNameError
 from anygauge_hooks.models import text_config
 
 if TYPE_CHECKING:
     from anygauge_hooks.engines import TrainEngineSpec
     from anygauge_hooks.models import ModelSpec
+    from anygauge_hooks.types import LoadedPlugins
 
-__all__ = ["architecture_hints"]
+__all__ = ["architecture_hints", "engine_support", "support_text"]
 
 _COUNTS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -44,6 +46,34 @@ def architecture_hints(
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         return [f"its config.json has a bad value: {error}"]
     return []
+
+
+def engine_support(plugins: LoadedPlugins, hf: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the train engines that support a model, with its family in each, and why others do not.
+
+    :param hf: The Hugging Face config.
+    """
+    families, reasons = {}, {}
+    for name, engine in plugins.named("register_train_engines").items():
+        try:
+            spec = family(plugins, hf, name)
+            hints = architecture_hints(spec, hf, engine)
+        except UnknownNameError:
+            hints = ["no model plugin registers its architecture."]
+        except AnygaugeError as error:
+            hints = [str(error.args[0])]
+        if hints:
+            reasons[name] = hints[0]
+        else:
+            families[name] = spec.name
+    return families, reasons
+
+
+def support_text(hf: Mapping[str, Any], families: Mapping[str, str]) -> str:
+    """Return a sentence that names the train engines of :func:`engine_support`."""
+    names = ", ".join(map(str, hf["architectures"]))
+    engines = " and ".join(f"{name!r} (family {each})" for name, each in sorted(families.items()))
+    return f"{names} is supported by train.engine = {engines}"
 
 
 def _quantization(hf: Mapping[str, Any]) -> Iterator[str]:
