@@ -24,12 +24,14 @@ from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels.table import KernelTable
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_tokenizer
+from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, WeightMappingError
 from anygauge_hooks.kernels import KernelOp
 from anygauge_hooks.megatron import LayerKind, megatron_model
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_hooks.types import BackendSpec, Device
+from anygauge_tests.batches import TrainSample, log_probs
 from anygauge_tests.embedded import sample_all
 
 FAMILIES = {
@@ -171,6 +173,47 @@ def test_gradients_equal_transformers(
     for name, gradient in actual.items():
         error = (gradient - expected[name]).norm() / expected[name].norm().clamp(min=1e-6)
         assert error < 1e-5, f"{name}: {error}"
+
+
+@pytest.mark.fsdp
+def test_the_fsdp_engine_has_the_log_probs_of_transformers(
+    host: Host, spec: ModelSpec, checkpoint: Path, reference: Any, sequences: list[torch.Tensor]
+) -> None:
+    """Those of all tokens that may be sampled, also after a sequence of the other length in its batch."""
+    context = WorkerContext(
+        rank=0, world_size=1, backend=host.backend, device=host.device, plugins=host.plugins
+    )
+    config = Config.model_validate(
+        {
+            "run": {"name": "test", "steps": 1},
+            "model": {"path": checkpoint},
+            "data": {"train": []},
+            "reward": {"function": "none"},
+            "train": {"engine": "fsdp", "micro_batch_tokens": 64},
+        }
+    )
+    engine = host.plugins.get("register_train_engines", "fsdp").make(config, context)
+    samples = [
+        TrainSample(
+            each.tolist(),
+            len(each) - 1,
+            [1] * (len(each) - 1),
+            [-0.5] * (len(each) - 1),
+            [1.0] * (len(each) - 1),
+        )
+        for each in sequences
+        if len(each) > 1
+    ]
+    forbidden = torch.tensor(spec.media.forbidden(spec.tiny()) if spec.media else (), dtype=torch.int64)
+    for sample, actual in zip(samples, log_probs(engine, samples, temperature=1.0), strict=True):
+        tokens = torch.tensor(sample.tokens)
+        with torch.no_grad():
+            logits = reference(tokens[None]).logits[0].index_fill(-1, forbidden, -torch.inf)
+        expected = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    exported, stored = dict(engine.weights()), load_file(checkpoint / "model.safetensors")
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], stored[name]) for name in stored)
 
 
 def hf_gradients(model: Any) -> dict[str, torch.Tensor]:
