@@ -7,7 +7,7 @@ import argparse
 from anygauge.cli.entry import COMMANDS, make_parser
 
 SURFACE = {
-    "init": ["--model", "--devices", "--backend", "--task", "--data", "--out", "--force"],
+    "init": ["--model", "--devices", "--backend", "--engine", "--task", "--data", "--out", "--force"],
     "train": ["config", "--backend", "--resume", "--overwrite", "--dry-run", "--no-file-check", "--keys"],
     "eval": ["config", "--checkpoint", "--backend", "--out"],
     "launch": ["config", "--nodes", "--devices", "--head", "--backend", "--run", "--print-head"],

@@ -231,7 +231,7 @@ def test_steps_are_those_of_the_megatron_engine(
 def test_frozen_parts_keep_their_weights(
     make_engine: MakeEngine, samples: list[TrainSample], frozen: str, learns: bool
 ) -> None:
-    """What is left has the gradients that it has otherwise."""
+    """The others have the gradients that they have otherwise."""
     engine, whole = make_engine(freeze=[frozen]), take_step(make_engine(), samples)
     before = {shard.name: shard.local.clone() for shard in engine.shards}
     gradients = take_step(engine, samples)

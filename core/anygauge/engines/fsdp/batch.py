@@ -36,7 +36,7 @@ class MicroBatch(Responses):
     targets: Tensor
     """``[R]``, int64: those next tokens."""
     media: Sequence[tuple[Media, ...]]
-    """Of each sample."""
+    """Media of each sample."""
     first: Tensor
     """``[N]``, int64: the position of each sample's first token, over all rows of the input."""
 
