@@ -255,9 +255,13 @@ def test_a_tower_takes_part_in_a_step_of_text(make_engine: MakeEngine, samples: 
 
 
 def test_a_run_of_text_has_no_tower(
-    make_engine: MakeEngine, samples: list[TrainSample], expected: tuple[list[Tensor], Any]
+    make_engine: MakeEngine,
+    samples: list[TrainSample],
+    expected: tuple[list[Tensor], Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = make_engine(modalities=())
+    assert "visual. ...) are left out, here and in what is saved" in caplog.text
     assert not any("visual" in name for name, _ in engine.weights())
     (log_probs,) = batches.log_probs(engine, samples[:1], temperature=1.0)
     torch.testing.assert_close(log_probs, expected[0][0], rtol=0, atol=1e-5)

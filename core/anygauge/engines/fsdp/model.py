@@ -28,7 +28,7 @@ from anygauge.engines.fsdp.adapter_files import read_adapter
 from anygauge.engines.fsdp.attention import register_attention
 from anygauge.engines.fsdp.lora import Adapters, add_adapters
 from anygauge.engines.fsdp.towers import Towers, take_out
-from anygauge.engines.fsdp.weights import StoredNames, load_weights, local_shards
+from anygauge.engines.fsdp.weights import StoredNames, load_weights, local_shards, warn_of_unused
 from anygauge.engines.media import freeze
 from anygauge.kernels.linear_logprob import linear_topk
 from anygauge.kernels.reference import logits_logprob
@@ -237,6 +237,8 @@ def build_model(
     _shard(root, root.blocks, dtype, context.device.type)
     _materialize(root, context.device.torch_device)
     root.names = load_weights(root, config.model.path)
+    if not is_critic:  # whose policy has said the same
+        warn_of_unused(config.model.path, unused)
     if root.adapters.layers:
         _start_adapters(root, config)
     return root

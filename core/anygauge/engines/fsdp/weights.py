@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +27,11 @@ __all__ = [
     "load_weights",
     "local_shards",
     "own_rows",
+    "warn_of_unused",
     "whole",
 ]
+
+_log = logging.getLogger(__name__)
 
 SHOWN = 8
 """Tensors that an error names."""
@@ -108,6 +112,21 @@ def load_weights(root: Any, directory: Path) -> Mapping[str, StoredNames]:
             for shard in base_shards(root):
                 _read(shard, names.get(shard.name), source)
     return names
+
+
+def warn_of_unused(directory: Path, prefixes: Sequence[str]) -> None:
+    """Warn of the tensors of a checkpoint that a run leaves out.
+
+    :param prefixes: How their names begin.
+    """
+    if dist.get_rank() != 0:
+        return
+    with open_tensors(directory) as source:
+        counts = {prefix: sum(name.startswith(prefix) for name in source.names) for prefix in prefixes}
+    for prefix, count in sorted(counts.items()):
+        if count:
+            text = "%s: %d tensors (%s ...) are left out, here and in what is saved"
+            _log.warning(text, directory, count, prefix)
 
 
 def _small_tensors(source: TensorReader) -> Iterator[tuple[str, str]]:
