@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from anygauge.serving.sglang.client.channel import OpenFilesError
@@ -59,7 +60,7 @@ class Batches:
     def __init__(self, post: Post, engine: str) -> None:
         self._post, self._engine = post, engine
         self._waiting: dict[_Key, list[_Member]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Sequence[Generation]]] = set()
 
     def takes(self, request: GenerateRequest) -> bool:
         """Return whether a request may be joined with others."""
@@ -94,17 +95,19 @@ class Batches:
         members = _unanswered(self._waiting.pop(key))
         if not members:
             return
-        task = asyncio.get_running_loop().create_task(self._send(members, key.rank))
+        task = asyncio.get_running_loop().create_task(self._exchange(members, key.rank))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._answer, members))
         for member in members:  # once nobody waits any more, the connection is closed
             member.answer.add_done_callback(lambda _: _unanswered(members) or task.cancel())
 
-    async def _send(self, members: Sequence[_Member], rank: int | None) -> None:
-        """Send requests as one, and answer each."""
-        try:
-            generations = await self._exchange(members, rank)
-        except Exception as error:  # noqa: BLE001 - whoever waits for an answer raises it
+    def _answer(self, members: Sequence[_Member], task: asyncio.Task[Sequence[Generation]]) -> None:
+        """Give each member its generation, or what went wrong."""
+        self._tasks.discard(task)
+        if task.cancelled():
+            for member in members:
+                member.answer.cancel()
+        elif (error := task.exception()) is not None:
             if len(members) > 1 and _is_refusal(error):
                 # SGLang 0.5.17 refuses all if one was aborted before it was read
                 _log.info("%s: %s; they are sent one by one", self._engine, error.args[0])
@@ -112,7 +115,7 @@ class Batches:
             for member in _unanswered(members):
                 member.answer.set_exception(error)
         else:
-            for member, generation in zip(members, generations, strict=True):
+            for member, generation in zip(members, task.result(), strict=True):
                 if not member.answer.done():
                     member.answer.set_result(generation)
 
@@ -132,6 +135,6 @@ def _unanswered(members: Sequence[_Member]) -> list[_Member]:
     return [member for member in members if not member.answer.done()]
 
 
-def _is_refusal(error: Exception) -> bool:
+def _is_refusal(error: BaseException) -> bool:
     """Return whether the engine has answered, and might answer otherwise to each request alone."""
     return isinstance(error, RolloutError) and not isinstance(error, EngineAwayError | OpenFilesError)
