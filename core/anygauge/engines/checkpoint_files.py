@@ -128,8 +128,8 @@ class RankFile:
     tensors: Mapping[str, Any] = field(default_factory=dict)
     """Name, bytes and SHA-256 of the file with the tensors."""
     base: Mapping[str, Any] = field(default_factory=dict)
-    """Frozen weights that the pieces belong to, of which they are no part: path, checksum, and the rank and
-    alpha of adapters. Empty where the pieces are the whole model."""
+    """Frozen base weights of adapters, which the pieces leave out: path and checksum, with rank and alpha of
+    the adapters. Empty where the pieces are the whole model."""
 
 
 def key(kind: str, name: str) -> str:

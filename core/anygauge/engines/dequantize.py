@@ -55,8 +55,6 @@ def to_bfloat16(
         missing or does not fit; ``target`` exists or cannot be written, or was written wrong.
     """
     config = read_config(source)
-    if target.is_dir() and not any(target.iterdir()):
-        target.rmdir()
     block = block_size(config, source)
     with open_tensors(source) as reader:
         names = sorted(reader.names)
@@ -71,6 +69,8 @@ def to_bfloat16(
                 tell(number, len(kept))
                 yield name, _weight(reader, name, scales, block, source)
 
+        if target.is_dir() and not any(target.iterdir()):
+            target.rmdir()
         checked = (lambda written: _compare(written, weights())) if check else None
         write_directory(target, source, weights(), torch.bfloat16, changes=_heads(config), check=checked)
     return {"dequantized": len(quantized), "left out": len(dropped) - len(quantized)}

@@ -13,7 +13,8 @@ sync      weights     weights                     move the weights from one to t
 save      everything  weights, if they have any   write a checkpoint; what the engines have stays current
 ========  ==========  ==========================  =====================================================
 
-Where the first step has shown that both fit (:mod:`anygauge.serving.memory_fit`), both stay awake after it.
+Where the first step that trains the policy has shown that both fit (:mod:`anygauge.serving.memory_fit`), both
+stay awake after it.
 """
 
 from __future__ import annotations

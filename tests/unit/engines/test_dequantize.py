@@ -27,7 +27,7 @@ Scale = Callable[[Tensor], Tensor]
 
 
 def blocks(weight: Tensor) -> Tensor:
-    """Return a scale for each block of a weight, the last ones of which may be cut off."""
+    """Return a scale for each block of a weight; the last blocks may be smaller."""
     rows, columns = (math.ceil(size / block) for size, block in zip(weight.shape, BLOCK, strict=True))
     scale = torch.empty(rows, columns)
     for row in range(rows):

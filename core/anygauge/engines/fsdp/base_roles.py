@@ -1,4 +1,4 @@
-"""Roles of a model of which a part is trained: reference and teacher compute without its adapters."""
+"""Roles of a model with adapters: reference and teacher compute without them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BaseRoles"]
 
 
 class BaseRoles:
-    """Role weights of a model of which a part is trained: other roles compute without its adapters.
+    """Role weights of a model with adapters: all roles but the actor compute without them.
 
     A role whose weights are those that the model was built from needs a copy of the trained ones alone.
 
