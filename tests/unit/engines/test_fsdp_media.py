@@ -17,7 +17,7 @@ from transformers import AutoModelForMultimodalLM
 from anygauge.config import Config
 from anygauge.config.roles import critic_config
 from anygauge.engines.fsdp.attention import ATTENTION, _Attention
-from anygauge.engines.fsdp.start_check import _use_attention
+from anygauge.engines.fsdp.start_check import _Check, _use_attention
 from anygauge.plugins import Plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaMismatchError
@@ -254,6 +254,35 @@ def test_a_tower_takes_part_in_a_step_of_text(make_engine: MakeEngine, samples: 
     assert all(("visual" in name) == (not gradient.any()) for name, gradient in gradients.items())
 
 
+def test_a_tower_that_several_ranks_hold_runs_in_every_pass(
+    make_engine: MakeEngine, samples: list[TrainSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are gathered by all ranks together, also where nothing is learnt."""
+    engine, passes = make_engine(freeze=["vision"]), []
+    (tower,) = engine.root.towers
+    tower.module.register_forward_hook(lambda *_: passes.append(1))
+    before = batches.log_probs(engine, samples[:1], temperature=1.0)[0]
+    train(engine, samples[:1])
+    assert not passes, "one rank alone has nobody who waits"
+    engine = make_engine(freeze=["vision"])
+    (tower,) = engine.root.towers
+    tower.module.register_forward_hook(lambda *_: passes.append(1))
+    monkeypatch.setattr("anygauge.engines.fsdp.towers.dist.get_world_size", lambda: 2)
+    assert batches.log_probs(engine, samples[:1], temperature=1.0)[0].equal(before)
+    assert len(passes) == 1
+
+
+def test_the_layers_of_a_tower_are_recomputed(make_engine: MakeEngine, samples: list[TrainSample]) -> None:
+    passes = {}
+    for recompute in ("none", "full"):
+        engine, calls = make_engine(recompute=recompute), []
+        (tower,) = engine.root.towers
+        tower.module.blocks[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        train(engine, samples)
+        passes[recompute] = len(calls)
+    assert passes == {"none": 1, "full": 2}
+
+
 def test_a_run_of_text_has_no_tower(
     make_engine: MakeEngine,
     samples: list[TrainSample],
@@ -332,6 +361,36 @@ def test_adapters_of_decoder_and_tower_are_trained(
     assert (after - before).abs().max() > 1e-3
     merged = torch.cat(batches.log_probs(make_engine(path=tmp_path / "out"), samples, temperature=1.0))
     torch.testing.assert_close(merged, after, rtol=0, atol=1e-5)
+
+
+def test_media_may_be_listed_in_any_order(
+    make_engine: MakeEngine, samples: list[TrainSample], expected: tuple[list[Tensor], Any]
+) -> None:
+    reversed_sample = samples[3]._replace(media=samples[3].media[::-1])
+    (log_probs,) = batches.log_probs(make_engine(), [reversed_sample], temperature=1.0)
+    torch.testing.assert_close(log_probs, expected[0][3], rtol=0, atol=1e-5)
+
+
+def test_a_micro_batch_has_each_image_once(make_engine: MakeEngine, samples: list[TrainSample]) -> None:
+    """Its cost counts when samples are divided into micro-batches."""
+    engine = make_engine()
+    (plan,) = engine._plan(batches.make_batch(samples))
+    part = plan.to(torch.device("cpu"), engine._media).inputs["media"]["visual"]
+    assert (part.count, len(part.rows)) == (4 + 3 + 6, 4 + 4 + 3 + 6)
+    divided = make_engine(micro_batch_tokens=40)
+    spec = replace(divided._media.spec, flops=lambda hf, media: 1e12 * (media.num_tokens != 4))
+    divided._media = replace(divided._media, spec=spec)
+    plans = divided._plan(batches.make_batch(samples))
+    assert sorted(sorted(plan.indices) for plan in plans) == [[0, 1, 2], [3]]
+
+
+def test_logits_of_another_formula_are_refused(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Check, "logit_scale", lambda self: None)
+    with pytest.raises(ConfigError, match="no product of hidden states and a weight"):
+        make_engine()
+    assert make_engine(modalities=()).root.logit_scale is None
 
 
 def test_media_that_are_not_there_are_refused(make_engine: MakeEngine, samples: list[TrainSample]) -> None:
