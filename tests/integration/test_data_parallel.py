@@ -75,13 +75,19 @@ def train(launch_actors: Callable[..., WorkerGroup], tmp_path_factory: pytest.Te
 
     @functools.cache
     def run(
-        num_workers: int, dtype: str = "float32", *, overlap: bool = False, engine: str = "megatron"
+        num_workers: int,
+        dtype: str = "float32",
+        *,
+        overlap: bool = False,
+        engine: str = "megatron",
+        replicate: int = 1,
     ) -> Trained:
         directory = tmp_path_factory.mktemp("trained")
         megatron = OVERLAP if overlap else {}
         # FSDP's ranks meet in every layer: of so small micro-batches some ranks need fewer than others.
         tokens = {"micro_batch_tokens": 24} if engine == "fsdp" else {}
-        config = make_config(model, num_workers, dtype=dtype, megatron=megatron, engine=engine, **tokens)
+        options = {"dtype": dtype, "megatron": megatron, "engine": engine, **tokens}
+        config = make_config(model, num_workers, parallel={"replicate": replicate}, **options)
         samples, steps = make_samples(), config.train.optimizer_steps
         # Of so few, one of two ranks has none of its own in the last two steps.
         each, few = (
@@ -121,6 +127,16 @@ def test_two_processes_give_the_losses_of_one(train: Train, engine: str) -> None
     assert one.second[2]["kl_loss"] > 1e-6
     for name, tensor in one.weights.items():
         torch.testing.assert_close(two.weights[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.fsdp)])
+def test_two_copies_of_a_sharded_model_are_one(train: Train, workers: int) -> None:
+    """Each is sharded over half of the processes; a checkpoint has the rows of one."""
+    one, copies = train(1, engine="fsdp"), train(workers, engine="fsdp", replicate=2)
+    for step, other in zip([*one.first, *one.second], [*copies.first, *copies.second], strict=True):
+        assert other == pytest.approx(step, rel=1e-5, abs=1e-5)
+    for name, tensor in one.weights.items():
+        torch.testing.assert_close(copies.weights[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
 def test_two_processes_agree_with_one_in_bfloat16(train: Train) -> None:

@@ -27,6 +27,7 @@ from anygauge_hooks.errors import (
     CheckpointError,
     ConfigError,
     NonFiniteError,
+    ReplicaError,
     UnknownNameError,
     WeightMappingError,
 )
@@ -297,6 +298,21 @@ def test_a_loss_that_is_not_finite_changes_no_weight(make_engine: MakeEngine, qw
     before = weights(engine)
     with pytest.raises(NonFiniteError, match="step 1"):
         take_step(engine, lambda inputs: (inputs.log_probs.sum() * torch.inf, {}))
+    assert all(tensor.equal(before[name]) for name, tensor in weights(engine).items())
+
+
+def test_replicas_that_differ_change_no_weight(
+    make_engine: MakeEngine, qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(qwen3)
+    before = weights(engine)
+
+    def differ(step: int) -> None:
+        raise ReplicaError(f"step {step}", hint="")
+
+    monkeypatch.setattr(engine._replicas, "check", differ)
+    with pytest.raises(ReplicaError, match="step 1"):
+        take_step(engine)
     assert all(tensor.equal(before[name]) for name, tensor in weights(engine).items())
 
 

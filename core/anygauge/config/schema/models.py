@@ -34,6 +34,8 @@ class Parallel(Section):
     """Ranks that split the experts; a divisor of ``tensor * context * data`` over ``expert_tensor``."""
     expert_tensor: Positive = 1
     """Ranks that split each expert's matrices."""
+    replicate: Positive = 1
+    """Copies of the model, each sharded over a part of the workers (HSDP); on the FSDP engine alone."""
 
 
 class Model(Section):

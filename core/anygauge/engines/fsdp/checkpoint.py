@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from anygauge.engines.agreement import on_every_rank
 from anygauge.engines.background_save import BackgroundSave, ToHost, group_settings, restore_rng, rng_state
@@ -95,9 +94,9 @@ class Checkpointer(BackgroundSave):
         return description, tensors
 
     def _kept(self) -> Iterator[LocalShard]:
-        """Yield what this rank writes: its rows, and on the first rank what all ranks have."""
+        """Yield what this rank writes: rows that no rank before it has."""
         for shard in self._shards:
-            if shard.local.numel() and (isinstance(shard.tensor, DTensor) or self._context.rank == 0):
+            if shard.local.numel() and shard.is_first_copy:
                 yield shard
 
     def _state(self, shard: LocalShard) -> tuple[dict[str, Tensor], dict[str, float]]:

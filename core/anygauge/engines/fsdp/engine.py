@@ -18,13 +18,14 @@ from anygauge.config.families import family
 from anygauge.config.roles import as_language_model
 from anygauge.device import on_device, seed_everything
 from anygauge.distributed.all_gather import all_gather_values
-from anygauge.distributed.known_results import GroupUse, check_known_results
+from anygauge.distributed.known_results import check_known_results
 from anygauge.engines.agreement import check_facts_agree, config_facts
 from anygauge.engines.base import BaseEngine, check_finite
 from anygauge.engines.fsdp.adapter_files import write_adapter
 from anygauge.engines.fsdp.base_roles import BaseRoles
 from anygauge.engines.fsdp.batch import MicroBatch, micro_batches
 from anygauge.engines.fsdp.checkpoint import Checkpointer
+from anygauge.engines.fsdp.mesh import ReplicaCheck, data_mesh, mesh_groups
 from anygauge.engines.fsdp.model import Outputs, build_model, torch_dtype
 from anygauge.engines.fsdp.optimizer import ShardedOptimizer
 from anygauge.engines.fsdp.start_check import check_at_start
@@ -59,7 +60,9 @@ class FsdpEngine(BaseEngine):
         super().__init__(config, context)
         self.dtype = torch_dtype(config)
         check_facts_agree(partial(config_facts, config))
-        self._check_collectives()
+        mesh = data_mesh(config.train.parallel.replicate, context.device.type, config.run.timeout_s)
+        if dist.get_world_size() > 1:  # before a model depends on them
+            check_known_results(mesh_groups(mesh), self.device)
         seed_everything(context.device, config.run.seed)
         hf = read_config(config.model.path)
         self.hf = as_language_model(hf) if self.is_critic else hf
@@ -71,6 +74,7 @@ class FsdpEngine(BaseEngine):
             kernels,
             self.spec,
             self.hf,
+            mesh,
             is_critic=self.is_critic,
             trains=self.trains,
         )
@@ -82,6 +86,7 @@ class FsdpEngine(BaseEngine):
         if self.trains:
             learning = [shard for shard in self.shards if shard.tensor.requires_grad]
             self.optimizer = ShardedOptimizer(learning, config.train, context)
+            self._replicas = ReplicaCheck(mesh, learning, config.train.replica_check_every)
             adapters = self.root.adapters
             kept = learning if adapters.layers else self.shards
             base = adapters.description(str(config.model.path))
@@ -97,12 +102,6 @@ class FsdpEngine(BaseEngine):
         self._memory = DeviceMemory(
             context.device, weights=self._model_tensors, rest=self._optimizer_tensors, temporary=tuple
         )
-
-    def _check_collectives(self) -> None:
-        """Run each collective on known data before a model depends on them."""
-        if dist.get_world_size() > 1:
-            world: Any = dist.group.WORLD
-            check_known_results([GroupUse("default", world)], self.device)
 
     def _model_tensors(self) -> Iterator[Tensor]:
         yield from (shard.local for shard in self.shards)
@@ -235,6 +234,7 @@ class FsdpEngine(BaseEngine):
     def _update(self, loss: float, norm: float) -> dict[str, float]:
         step = self._checkpoint.step + 1
         check_finite(step, loss, norm)
+        self._replicas.check(step)
         lr = learning_rate(self.config.train, step, decay_steps(self.config))
         self.optimizer.step(norm, lr)
         self._checkpoint.step = step

@@ -336,8 +336,7 @@ def _checksum(shards: Sequence[LocalShard]) -> str:
 
 def _sum(shard: LocalShard) -> Tensor:
     local, (first, last) = shard.local, shard.rows
-    is_own = isinstance(shard.tensor, DTensor) or dist.get_rank() == 0
-    if not local.numel() or not is_own:
+    if not local.numel() or not shard.is_first_copy:
         return torch.zeros((), dtype=torch.int64, device=local.device)
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     rows = local.contiguous().view(words).view(last - first, -1).sum(1, dtype=torch.int64)

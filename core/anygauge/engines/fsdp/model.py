@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -202,14 +201,16 @@ def build_model(
     kernels: KernelTable,
     spec: ModelSpec,
     hf: Mapping[str, Any],
+    mesh: DeviceMesh,
     *,
     is_critic: bool = False,
     trains: bool = True,
 ) -> ShardedModel:
-    """Build the model of ``model.path``, shard it over all ranks and load its weights. A collective.
+    """Build the model of ``model.path``, shard it over ranks and load its weights. A collective.
 
     :param spec: Its family.
     :param hf: Its Hugging Face config.
+    :param mesh: The ranks; its last dimension shards the model.
     :param is_critic: Whether it has a value head for an output layer.
     :param trains: Whether it gets gradients.
     :raises ConfigError: transformers cannot build it, or it takes no media of the run's kinds.
@@ -234,7 +235,7 @@ def build_model(
     if config.train.recompute == "full" and trains:
         for layer in root.blocks:
             _recompute(layer)
-    _shard(root, root.blocks, dtype, context.device.type)
+    _shard(root, root.blocks, dtype, mesh)
     _materialize(root, context.device.torch_device)
     root.names = load_weights(root, config.model.path)
     if not is_critic:  # whose policy has said the same
@@ -353,8 +354,8 @@ def _recompute(layer: Any) -> None:
     layer.forward = recomputed
 
 
-def _shard(root: ShardedModel, layers: list[nn.Module], dtype: torch.dtype, device: str) -> None:
-    """Shard every layer, and what is left in the root, over all ranks.
+def _shard(root: ShardedModel, layers: list[nn.Module], dtype: torch.dtype, mesh: DeviceMesh) -> None:
+    """Shard every layer, and what is left in the root.
 
     Gradients are summed over ranks, never averaged: the loss carries each token's weight in the mean of the
     whole step.
@@ -362,7 +363,6 @@ def _shard(root: ShardedModel, layers: list[nn.Module], dtype: torch.dtype, devi
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device)  # type: ignore[arg-type]  # it is initialised
     for module in (*layers, root):
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         sharded.set_gradient_divide_factor(1.0)

@@ -30,6 +30,7 @@ class ShardedOptimizer:
         self._limit = train.clip_grad
         by_decay = {decays: [s for s in shards if (s.tensor.dim() > 1) == decays] for decays in (True, False)}
         self._groups = [group for group in by_decay.values() if group]
+        self._is_first_copy = all(shard.is_first_copy for shard in shards)
         self.mains = {shard.name: shard.local.view(-1) for shard in shards}
         groups = [
             {
@@ -58,6 +59,8 @@ class ShardedOptimizer:
         """Return the norm of all gradients, on the device. A collective; the gradients are all there."""
         gradients = [each for group in self._gradients() for each in group]
         squares = torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).square().sum()
+        if not self._is_first_copy:
+            squares.zero_()
         dist.all_reduce(squares)
         return squares.sqrt()
 

@@ -81,7 +81,12 @@ def check_config(config: Any) -> Iterator[ConfigProblem]:
     ):
         if role != "train" and getattr(config, role).parallel is None:
             continue
-        for name, size in train.parallel.model_dump(exclude_defaults=True).items():
+        sizes = train.parallel.model_dump(exclude_defaults=True)
+        replicas, workers = sizes.pop("replicate", 1), config.placement.train_workers
+        if workers % replicas:
+            hint = f"placement.train_workers = {workers} must be a multiple of it"
+            yield ConfigProblem(path=f"{role}.parallel.replicate", found=replicas, hint=hint)
+        for name, size in sizes.items():
             yield ConfigProblem(path=f"{role}.parallel.{name}", found=size, hint=_HINT)
     yield from _unsupported(config.train)
 

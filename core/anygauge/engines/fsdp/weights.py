@@ -26,7 +26,6 @@ __all__ = [
     "full_weights",
     "load_weights",
     "local_shards",
-    "own_rows",
     "warn_of_unused",
     "whole",
 ]
@@ -60,14 +59,20 @@ class LocalShard:
     def rows(self) -> tuple[int, int]:
         """Return the first row of this rank and the one after the last."""
         count = self.tensor.shape[0] if self.tensor.dim() else 1
-        return own_rows(count) if isinstance(self.tensor, DTensor) else (0, count)
+        if not isinstance(self.tensor, DTensor):
+            return 0, count
+        mesh = self.tensor.device_mesh
+        size = -(-count // mesh.size(mesh.ndim - 1))
+        first = min(count, mesh.get_local_rank(mesh.ndim - 1) * size)
+        return first, min(count, first + size)
 
-
-def own_rows(count: int) -> tuple[int, int]:
-    """Return which of ``count`` rows are this rank's, as FSDP divides them."""
-    size = -(-count // dist.get_world_size())
-    first = min(count, dist.get_rank() * size)
-    return first, min(count, first + size)
+    @property
+    def is_first_copy(self) -> bool:
+        """Return whether no rank before this one has the same rows: sums over ranks count them once."""
+        if not isinstance(self.tensor, DTensor):
+            return dist.get_rank() == 0
+        mesh = self.tensor.device_mesh
+        return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
 
 
 def local_shards(root: nn.Module) -> list[LocalShard]:

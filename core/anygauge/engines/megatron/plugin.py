@@ -85,13 +85,22 @@ def check_config(config: Any) -> Iterable[ConfigProblem]:
     """Check the Megatron fields of each role, and the settings of experts."""
     if config.train.engine != megatron.MEGATRON:
         return list(_without_effect(config))
-    problems = [*_experts(config)]
+    problems = [*_experts(config), *_replicas(config)]
     for role, train in _trains(config):
         if train.megatron:
             from anygauge.engines.megatron.config_fields import option_problems
 
             problems += option_problems(train, role)
     return problems
+
+
+def _replicas(config: Any) -> Iterator[ConfigProblem]:
+    """Yield copies of a sharded model, which this engine does not have."""
+    for role in ("train", "critic", "teacher"):
+        sizes = getattr(config, role).parallel
+        if sizes is not None and sizes.replicate > 1:
+            hint = "train.engine = 'megatron' copies the model to the workers that are left; leave it out"
+            yield ConfigProblem(path=f"{role}.parallel.replicate", found=sizes.replicate, hint=hint)
 
 
 def _without_effect(config: Any) -> Iterator[ConfigProblem]:
