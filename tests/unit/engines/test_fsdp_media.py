@@ -44,6 +44,10 @@ FAMILIES = [
 ]
 
 
+TWO_FAMILIES = pytest.mark.parametrize("family", list(GRADIENTS)[:2], indirect=True)
+"""For what does not depend on the family."""
+
+
 @pytest.fixture(scope="module")
 def store() -> DictStore:
     return DictStore()
@@ -227,6 +231,7 @@ def test_steps_are_those_of_the_megatron_engine(
     torch.testing.assert_close(one.log_probs, other.log_probs, rtol=0, atol=1e-4)
 
 
+@TWO_FAMILIES
 @pytest.mark.parametrize(("frozen", "learns"), [("vision", False), ("language", True)])
 def test_frozen_parts_keep_their_weights(
     make_engine: MakeEngine, samples: list[TrainSample], frozen: str, learns: bool
@@ -242,11 +247,13 @@ def test_frozen_parts_keep_their_weights(
         assert shard.local.equal(before[shard.name]) == (shard.name not in gradients)
 
 
+@TWO_FAMILIES
 def test_nothing_left_to_train_is_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match="leaves nothing to train"):
         make_engine(freeze=["vision", "language"])
 
 
+@TWO_FAMILIES
 def test_a_tower_takes_part_in_a_step_of_text(make_engine: MakeEngine, samples: list[TrainSample]) -> None:
     """Its gradients are zeros, and there: ranks that sum gradients wait for each other's."""
     gradients = take_step(make_engine(), samples[:1])
@@ -254,6 +261,7 @@ def test_a_tower_takes_part_in_a_step_of_text(make_engine: MakeEngine, samples: 
     assert all(("visual" in name) == (not gradient.any()) for name, gradient in gradients.items())
 
 
+@TWO_FAMILIES
 def test_a_tower_that_several_ranks_hold_runs_in_every_pass(
     make_engine: MakeEngine, samples: list[TrainSample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +280,7 @@ def test_a_tower_that_several_ranks_hold_runs_in_every_pass(
     assert len(passes) == 1
 
 
+@TWO_FAMILIES
 def test_the_layers_of_a_tower_are_recomputed(make_engine: MakeEngine, samples: list[TrainSample]) -> None:
     passes = {}
     for recompute in ("none", "full"):
@@ -296,6 +305,7 @@ def test_a_run_of_text_has_no_tower(
     torch.testing.assert_close(log_probs, expected[0][0], rtol=0, atol=1e-5)
 
 
+@TWO_FAMILIES
 def test_placeholders_are_never_sampled(
     make_engine: MakeEngine, samples: list[TrainSample], hf: dict[str, Any]
 ) -> None:
@@ -326,6 +336,7 @@ def test_an_export_has_the_names_of_the_checkpoint(
     assert torch.cat(again).equal(torch.cat(batches.log_probs(engine, samples, temperature=1.0)))
 
 
+@TWO_FAMILIES
 def test_roles_and_critics_are_shown_the_images(
     make_engine: MakeEngine, samples: list[TrainSample], store: DictStore, checkpoint: Path
 ) -> None:
@@ -346,6 +357,7 @@ def _swapped(store: DictStore) -> str:
     return "swapped"
 
 
+@TWO_FAMILIES
 def test_adapters_of_decoder_and_tower_are_trained(
     make_engine: MakeEngine, samples: list[TrainSample], expected: tuple[list[Tensor], Any], tmp_path: Path
 ) -> None:
@@ -363,6 +375,7 @@ def test_adapters_of_decoder_and_tower_are_trained(
     torch.testing.assert_close(merged, after, rtol=0, atol=1e-5)
 
 
+@TWO_FAMILIES
 def test_media_may_be_listed_in_any_order(
     make_engine: MakeEngine, samples: list[TrainSample], expected: tuple[list[Tensor], Any]
 ) -> None:
@@ -371,6 +384,7 @@ def test_media_may_be_listed_in_any_order(
     torch.testing.assert_close(log_probs, expected[0][3], rtol=0, atol=1e-5)
 
 
+@TWO_FAMILIES
 def test_a_micro_batch_has_each_image_once(make_engine: MakeEngine, samples: list[TrainSample]) -> None:
     """Its cost counts when samples are divided into micro-batches."""
     engine = make_engine()
@@ -384,6 +398,7 @@ def test_a_micro_batch_has_each_image_once(make_engine: MakeEngine, samples: lis
     assert sorted(sorted(plan.indices) for plan in plans) == [[0, 1, 2], [3]]
 
 
+@TWO_FAMILIES
 def test_logits_of_another_formula_are_refused(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,6 +408,7 @@ def test_logits_of_another_formula_are_refused(
     assert make_engine(modalities=()).root.logit_scale is None
 
 
+@TWO_FAMILIES
 def test_media_that_are_not_there_are_refused(make_engine: MakeEngine, samples: list[TrainSample]) -> None:
     engine = make_engine()
     (medium,) = samples[1].media
@@ -406,11 +422,13 @@ def test_media_that_are_not_there_are_refused(make_engine: MakeEngine, samples: 
         batches.log_probs(engine, [wide], temperature=1.0)
 
 
+@TWO_FAMILIES
 def test_kinds_without_a_tower_are_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match="no tower for it"):
         make_engine(modalities=("audio",))
 
 
+@TWO_FAMILIES
 def test_the_kernels_of_the_table_are_in_the_tower(make_engine: MakeEngine) -> None:
     root = make_engine().root
     (tower,) = root.towers
@@ -418,6 +436,7 @@ def test_the_kernels_of_the_table_are_in_the_tower(make_engine: MakeEngine) -> N
     assert not any(type(module) is torch.nn.LayerNorm for module in root.modules())
 
 
+@TWO_FAMILIES
 def test_a_tower_of_another_attention_keeps_its_own(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -435,6 +454,7 @@ def test_a_tower_of_another_attention_keeps_its_own(
     assert "the tower 'visual' has its own attention: features differ by" in caplog.text
 
 
+@TWO_FAMILIES
 def test_bfloat16_is_near(
     make_engine: MakeEngine, samples: list[TrainSample], expected: tuple[list[Tensor], Any]
 ) -> None:
