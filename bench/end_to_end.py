@@ -56,10 +56,8 @@ from end_to_end_rows import (
     COMMON,
     GPU_SERVER,
     OF_SERVERS,
-    OWN_MEMORY,
     RANDOM,
     ROWS,
-    SHARED_MEMORY,
     TASKS,
 )
 
@@ -120,9 +118,7 @@ def keys_of(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
         keys = {name: value for name, value in keys.items() if not name.startswith(OF_SERVERS)}
         keys["rollout.engine"] = "transformers"
     elif arguments.backend != "cpu" and keys["rollout.engine"] == "sglang":
-        share = SHARED_MEMORY if keys["placement.colocated"] else OWN_MEMORY
-        server = {**GPU_SERVER, "mem_fraction_static": share}
-        keys = {**{f"rollout.sglang.{name}": value for name, value in server.items()}, **keys}
+        keys = {**GPU_SERVER, **keys}
     steps = arguments.steps
     return {**keys, "run.name": f"end-to-end-{row}", "run.steps": steps, "eval.interval": steps}
 

@@ -9,10 +9,8 @@ __all__ = [
     "COMMON",
     "GPU_SERVER",
     "OF_SERVERS",
-    "OWN_MEMORY",
     "RANDOM",
     "ROWS",
-    "SHARED_MEMORY",
     "TASKS",
     "Row",
 ]
@@ -106,8 +104,6 @@ TASKS: Mapping[str, Keys] = {
         "rollout.prompts_per_step": 64,
         "rollout.samples_per_prompt": 16,
         "rollout.max_new_tokens": 64,
-        "rollout.max_batch_tokens": 262_144,
-        "rollout.client.concurrency": 1024,
         "train.lr": 5e-6,
         "train.micro_batch_tokens": 65_536,
     },
@@ -116,7 +112,6 @@ TASKS: Mapping[str, Keys] = {
         "rollout.prompts_per_step": 64,
         "rollout.samples_per_prompt": 8,
         "rollout.max_new_tokens": 4,
-        "rollout.client.concurrency": 512,
         "train.dtype": "float32",
         "train.lr": 2e-4,
         "train.micro_batch_tokens": 8192,
@@ -127,10 +122,5 @@ RANDOM: Keys = {"reward.function": "end_to_end_inputs:even_characters"}
 """Keys of a random model, whose answers are all wrong."""
 OF_SERVERS = ("rollout.sglang", "placement.rollout_workers", "placement.colocated", "rollout.schedule")
 """Beginnings of keys that a run without servers does not have."""
-GPU_SERVER: Keys = {
-    "max_running_requests": 1024,
-    "cuda_graph_max_bs_decode": 1024,
-    "grammar_backend": "none",
-}
-SHARED_MEMORY, OWN_MEMORY = 0.4, 0.7
-"""Share of a device's memory that a server has beside a trainer, and alone."""
+GPU_SERVER: Keys = {"rollout.sglang.grammar_backend": "none"}
+"""Keys of servers on accelerators: no row constrains its responses. The rest is what runs fill in."""

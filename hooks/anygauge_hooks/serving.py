@@ -45,8 +45,8 @@ class ClientLimits(Protocol):
     """Limits of a client: the table ``[rollout.client]`` of the config."""
 
     @property
-    def concurrency(self) -> int:
-        """Most requests in flight."""
+    def concurrency(self) -> int | None:
+        """Most requests in flight; ``None`` leaves that to the caller."""
 
     @property
     def attempts(self) -> int:
@@ -188,6 +188,8 @@ class ServerPeer(WeightPeer):
 
     data_parallel: int = 1
     """Data-parallel ranks, among which requests are balanced."""
+    max_running_requests: int | None = None
+    """Most requests that a data-parallel rank runs at once; ``None`` if the engine does not tell."""
 
     def client(self, limits: ClientLimits, *, name: str, images: ImageEncoder | None) -> EngineClient:
         """Return a client of the server.

@@ -32,6 +32,8 @@ __all__ = ["EnginePool", "EngineReport", "EngineState"]
 _SIGNS = 2
 """Probes that an engine may miss, one after the other, before it counts as dead."""
 _ABORT_STEP_S = 0.2
+CONCURRENCY = 256
+"""Requests in flight for a rank of an engine that does not tell how many it runs at once."""
 T = TypeVar("T")
 
 
@@ -110,12 +112,14 @@ class EnginePool:
         :param kind: Requests go to ``regular`` engines, or to one that only reads prompts (``prefill``) and
             one that only writes responses (``decode``). An ``encoder`` gets none, but is asked for signs of
             life.
-        :param concurrency: Most requests in flight per data-parallel rank; ``None`` takes the options'.
+        :param concurrency: Most requests in flight per data-parallel rank; ``None`` takes the options', or
+            else the engine's own limit.
         :param state: Before its first request: ``"paused"`` until :meth:`mark` lets it serve.
         """
         if name in self._engines:
             self._forget(name, "it was replaced")
-        limit, ranks = concurrency or self._options.concurrency, peer.data_parallel
+        limit = concurrency or self._options.concurrency or peer.max_running_requests or CONCURRENCY
+        ranks = peer.data_parallel
         options = self._options.model_copy(update={"concurrency": limit * ranks})
         client = peer.client(options, name=f"{name} ({peer.address})", images=self._image_encoder)
         engine = self._engines[name] = PoolEngine(name, client, ranks, kind, state)

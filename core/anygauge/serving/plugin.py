@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from anygauge.config import Config
     from anygauge_hooks.engines import RolloutEngine, WorkerContext
     from anygauge_hooks.serving import EngineServer
-    from anygauge_hooks.types import BackendSpec, ConfigProblem
+    from anygauge_hooks.types import BackendSpec, ConfigChange, ConfigProblem
 
-__all__ = ["check_config", "register_rollout_engines"]
+__all__ = ["adjust_config", "check_config", "register_rollout_engines"]
 
 
 @hookimpl
@@ -33,6 +33,14 @@ def register_rollout_engines() -> Iterable[RolloutEngineSpec]:
             starts_early=True,
         ),
     ]
+
+
+@hookimpl
+def adjust_config(config: Config, backend: BackendSpec) -> Iterable[ConfigChange]:
+    """Choose arguments of SGLang's servers for the work of the run."""
+    from anygauge.serving.sglang.defaults import server_defaults
+
+    return server_defaults(config, backend)
 
 
 @hookimpl

@@ -64,6 +64,23 @@ async def fleet_of(*servers: FakeServer, **options: Any) -> AsyncIterator[Engine
         await pool.close()
 
 
+@pytest.mark.parametrize(("written", "own", "limit"), [(None, 3, 3), (2, 3, 2), (5, 3, 5), (None, None, 256)])
+def test_the_concurrency_of_an_engine_is_its_own_unless_it_is_set(
+    written: int | None, own: int | None, limit: int
+) -> None:
+    async def limits() -> tuple[int | None, int]:
+        pool = EnginePool(RolloutClient(concurrency=written))
+        peer = SGLangPeer(address="http://127.0.0.1:1", data_parallel=2, max_running_requests=own)
+        pool.add("engine-0", peer, state="paused")
+        options = pool.client("engine-0").options
+        assert isinstance(options, RolloutClient)
+        (rank, _) = pool._balancer._engines["engine-0"]
+        await pool.close()
+        return options.concurrency, rank.concurrency
+
+    assert run(limits()) == (2 * limit, limit)
+
+
 def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 90))
 

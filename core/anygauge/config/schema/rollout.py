@@ -19,9 +19,9 @@ POLICY = "policy"
 class RolloutClient(Section):
     """HTTP client of served engines."""
 
-    concurrency: Positive = 256
+    concurrency: Positive | None = None
     """Most requests in flight for one data-parallel rank of an engine; others wait for the first engine with
-    room. Set it to the engine's batch size, or somewhat above."""
+    room. ``None`` takes the engine's own limit of running requests, or 256 if it does not tell one."""
     request_timeout_s: Seconds = 1800.0
     """Longest time for one response since an engine first got the request, all attempts included."""
     control_timeout_s: Seconds = 60.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.hub import localized
-from anygauge.serving.sglang.client import EngineClient, Expected, check_engine
+from anygauge.serving.sglang.client import EngineClient, Expected, check_engine, running_limit
 from anygauge.serving.sglang.keys import named_keys
 from anygauge.serving.sglang.versions import ServerApi, find_api
 from anygauge.serving.sglang.weights import SGLangPeer
@@ -37,6 +37,7 @@ class AttachedServer:
         self._facts: dict[str, str] = {}
         self._api: ServerApi | None = None
         self._device_type = ""
+        self._running_limit: int | None = None
 
     def start(self, encoders: Sequence[str] = ()) -> str:
         """Return its address after checking that it serves the run's model.
@@ -56,6 +57,7 @@ class AttachedServer:
             await client.close()
         self._api = find_api(self._facts["version"], treat_as=self._config.rollout.sglang_version)
         self._device_type = str(info.get("device") or "")
+        self._running_limit = running_limit(info)
         self._facts |= {
             "installed": self._facts["version"],
             "version": self._api.version,
@@ -85,6 +87,7 @@ class AttachedServer:
             address=self._address,
             tensor_parallel=int(self._facts["tensor_parallel"]),
             data_parallel=int(self._facts["ranks"]),
+            max_running_requests=self._running_limit,
             device=self._device_type or None,
             api=self._api.weights(self._device_type),
             keys=self._keys,

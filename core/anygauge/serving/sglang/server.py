@@ -26,6 +26,7 @@ from anygauge.serving.sglang.arguments import (
     media_environment,
     run_arguments,
 )
+from anygauge.serving.sglang.client import running_limit
 from anygauge.serving.sglang.installed import Installed, installed_sglang, missing
 from anygauge.serving.sglang.keys import key_variable, own_keys
 from anygauge.serving.sglang.kinds import plan_arguments, plan_ranks
@@ -108,6 +109,8 @@ class SGLangServer:
         self._ports: _Ports | None = None
         """Ports of a process that has begun, and is yet to be waited for."""
         self._address = ""
+        self._running_limit: int | None = None
+        """Most requests that a data-parallel rank runs at once; ``None`` before it has answered."""
         self._bootstrap: int | None = None
         self._log_start = 0
         """Where the log of the process begins."""
@@ -159,6 +162,7 @@ class SGLangServer:
             address=self._address,
             tensor_parallel=int(self._arguments.get("tp_size", 1)),
             data_parallel=self._ranks,
+            max_running_requests=self._running_limit,
             bootstrap="" if self._bootstrap is None else f"{self._host}:{self._bootstrap}",
             device=self._device_type,
             api=self.api.weights(self._device_type),
@@ -191,7 +195,14 @@ class SGLangServer:
         self._ports = None
         self._tell(RELEASE)
         self._await(ports.http, deadline)
+        self._running_limit = self._read_limit()
         return self._address
+
+    def _read_limit(self) -> int | None:
+        control = EngineControl(self._address, self._keys.headers, deadline_s=ANSWER_S)
+        with suppress(RolloutError, DeadlineError):  # a guess serves too
+            return running_limit(control.get("/server_info", what="its limits"))
+        return None
 
     def _launch(self, *, hold: bool) -> _Ports:
         """Start the process, and return the ports that it will listen on."""

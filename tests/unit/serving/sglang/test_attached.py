@@ -9,6 +9,7 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.serving.sglang.attached import AttachedServer
+from anygauge.serving.sglang.client import running_limit
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.serving import EngineAwayError
@@ -37,10 +38,28 @@ def test_a_server_tells_what_it_is_and_is_left_alone(config: Make, model: Path, 
     assert attached.start() == server.address
     facts, peer = attached.facts(), attached.peer()
     assert (facts["version"], facts["ranks"], facts["model"]) == ("0.5.23", "3", str(model))
+    assert peer.max_running_requests == Options().slots
     assert (peer.tensor_parallel, peer.api.has_session, peer.api.checksums) == (2, True, "sha256")
     attached.close()
     assert server.is_alive()
     assert attached.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("answer", "limit"),
+    [
+        (
+            {"internal_states": [{"effective_max_running_requests_per_dp": 96}], "max_running_requests": 200},
+            96,
+        ),
+        ({"internal_states": [{}], "max_running_requests": 200}, 200),
+        ({"internal_states": [], "max_running_requests": None}, None),
+        ({"max_running_requests": "many"}, None),
+        ({}, None),
+    ],
+)
+def test_the_limit_of_a_rank_is_read(answer: dict[str, object], limit: int | None) -> None:
+    assert running_limit(answer) == limit
 
 
 def test_all_that_differs_is_listed(config: Make, model: Path, server: FakeServer, tmp_path: Path) -> None:

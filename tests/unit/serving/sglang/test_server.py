@@ -45,6 +45,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+        if self.path == "/server_info" and self.headers["Authorization"] == "Bearer sk-for-all":
+            self.wfile.write(b'{"internal_states": [{"effective_max_running_requests_per_dp": 96}]}')
     def log_message(self, *words): pass
 
 def run_server(words):
@@ -137,7 +139,11 @@ def test_a_server_starts_answers_and_ends_with_all_that_it_made(make: Make) -> N
     assert server.is_alive()
     assert (facts["address"], facts["version"]) == (address, "0.5.23")
     assert server.peer() == SGLangPeer(
-        address=address, device="cpu", api=WeightApi(checksums="sha256"), keys=KEYS
+        address=address,
+        device="cpu",
+        api=WeightApi(checksums="sha256"),
+        keys=KEYS,
+        max_running_requests=96,
     )
     assert f"--port {address.rpartition(':')[2]}" in facts["command"]
     assert "--nccl-port" in facts["command"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from anygauge.serving.sglang.client.engine import EngineClient
 from anygauge_hooks.errors import RolloutError
 
-__all__ = ["Expected", "check_engine"]
+__all__ = ["Expected", "check_engine", "running_limit"]
 
 
 class Expected(NamedTuple):
@@ -46,6 +46,16 @@ async def check_engine(client: EngineClient, expected: Expected) -> Mapping[str,
         "tokenizer": tokenizer,
         "version": str(server.get("version")),
     }
+
+
+def running_limit(server: Mapping[str, Any]) -> int | None:
+    """Return how many requests a data-parallel rank runs at once, from the answer of ``/server_info``.
+
+    What the server was told is divided among its ranks, and lowered where its cache is small.
+    """
+    state: Mapping[str, Any] = next(iter(server.get("internal_states") or ()), {})
+    limit = state.get("effective_max_running_requests_per_dp") or server.get("max_running_requests")
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _of_model(model: Mapping[str, Any], expected: Expected) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import sys
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any, Literal
@@ -77,7 +78,7 @@ class EngineClient:
         self._released: frozenset[MemoryPart] = frozenset()
         self._channel = Channel(self.address, self.name, keys)
         self._batches = Batches(self._post, self.name)
-        self._room = asyncio.Semaphore(options.concurrency)
+        self._room = asyncio.Semaphore(options.concurrency or sys.maxsize)
         self._head, self._numbers = secrets.token_hex(6), itertools.count()
         self._farewells: set[asyncio.Task[None]] = set()
 
