@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.media import MediaSpec
 
-__all__ = ["AssistantTurns", "ModelSpec", "TransformersModel", "text_config"]
+__all__ = ["ModelSpec", "TransformersModel", "text_config"]
 
 
 def text_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -25,21 +25,6 @@ def text_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**text_config(thinker), **hf}
     inside = hf.get("text_config")
     return {**inside, **hf} if isinstance(inside, Mapping) else hf
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AssistantTurns:
-    r"""Markers of the assistant's turns in a family's chat template. SFT trains on the text between them.
-
-    Example::
-
-        AssistantTurns(start="<|im_start|>assistant\n", end="<|im_end|>")
-    """
-
-    start: str
-    """Text before the content of a turn; not trained on."""
-    end: str
-    """Text that closes a turn; trained on, since the policy has to write it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +57,6 @@ class ModelSpec:
     unused_weights: Callable[[Mapping[str, Any]], Sequence[str]] = _none
     """From the Hugging Face config to prefixes of tensors in its checkpoints that the model does not have,
     such as multi-token prediction heads."""
-    assistant_turns: AssistantTurns | None = None
-    """For SFT on chats; ``None`` if the family has no chat template."""
     rollout_engines: tuple[str, ...] | None = None
     """Names of the rollout engines that have a model for the family, where they are few or none; ``None``
     leaves it to each engine to say so when it starts."""

@@ -425,10 +425,10 @@ def register_sample_filters() -> Iterable[NamedFunction] | None:
 
 @hookspec
 def register_data_sources() -> Iterable[NamedFunction] | None:
-    """Return data sources: ``fn(data, tokenizer, seed, max_tokens, turns) -> DataSource``.
+    """Return data sources: ``fn(data, tokenizer, seed, max_tokens, stop_tokens) -> DataSource``.
 
-    ``max_tokens`` is what the model can take of a prompt, or ``None``. ``turns`` is ``None``, or for SFT an
-    :class:`~anygauge_hooks.models.AssistantTurns`. Both are given by name.
+    ``max_tokens`` is what the model can take of a prompt, or ``None``. ``stop_tokens`` is ``None``, or for
+    SFT the texts of the tokens that end a response. Both are given by name.
 
     Called when the config is checked and when the run is built.
 

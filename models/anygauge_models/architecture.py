@@ -10,10 +10,9 @@ from typing import Any
 
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.megatron import MEGATRON, LayerKind, MegatronModel, megatron_model, with_megatron
-from anygauge_hooks.models import AssistantTurns, ModelSpec, text_config
+from anygauge_hooks.models import ModelSpec, text_config
 
 __all__ = [
-    "CHATML",
     "Variant",
     "attention_flops",
     "attention_sizes",
@@ -37,8 +36,6 @@ __all__ = [
 
 Variant = tuple[str, bool, str]
 """A key of the config, whether its value is one that the family has not, and what it needs."""
-CHATML = AssistantTurns(start="<|im_start|>assistant\n", end="<|im_end|>")
-"""The turns of the Qwen families' chat templates."""
 
 
 def decoder_config(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
-from anygauge_hooks.models import AssistantTurns, ModelSpec
+from anygauge_hooks.models import ModelSpec
 from anygauge_models.architecture import (
     Variant,
     attention_sizes,
@@ -78,10 +78,9 @@ class DenseDecoder:
         mlp = dense_mlp(hf["intermediate_size"], fused=self.has_fused_mlp)
         return decoder_rules(hf, [*attention, *mlp, *(post_norms() if self.has_post_norms else ())])
 
-    def spec(self, architecture: str, turns: AssistantTurns | None = None, **defaults: Any) -> ModelSpec:
+    def spec(self, architecture: str, **defaults: Any) -> ModelSpec:
         """Return the family.
 
-        :param turns: How its chat template marks the assistant's turns.
         :param defaults: Defaults of transformers, for keys that a config may lack; see :func:`make_family`.
         """
         model = MegatronModel(
@@ -96,5 +95,4 @@ class DenseDecoder:
             model=model,
             flops_per_token=self.flops_per_token,
             defaults=defaults,
-            assistant_turns=turns,
         )

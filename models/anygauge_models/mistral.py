@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.errors import ConfigError
-from anygauge_hooks.models import AssistantTurns
 from anygauge_models.architecture import Variant
 from anygauge_models.dense import DenseDecoder
 
@@ -30,7 +29,6 @@ def _refused(hf: Mapping[str, Any]) -> list[Variant]:
 
 MISTRAL = DenseDecoder(family="mistral", refused=_refused).spec(
     "MistralForCausalLM",
-    AssistantTurns(start="[/INST]", end="</s>"),
     num_key_value_heads=8,
     rms_norm_eps=1e-6,
     max_position_embeddings=131_072,

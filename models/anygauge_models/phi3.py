@@ -33,7 +33,6 @@ def _refused(hf: Mapping[str, Any]) -> list[Variant]:
     return []
 
 
-# Phi-3, Phi-4 and Phi-4-mini each mark turns in their own way: the family has no AssistantTurns.
 PHI3 = DenseDecoder(
     family="phi3",
     rotary_dim=lambda hf: turning_part(hf, head_size(hf), 1.0),

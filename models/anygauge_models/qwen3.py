@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_models.architecture import CHATML, Variant, head_size, sliding_windows
+from anygauge_models.architecture import Variant, head_size, sliding_windows
 from anygauge_models.dense import DenseDecoder
 
 __all__ = ["DENSE", "QWEN3"]
@@ -19,5 +19,5 @@ DENSE = DenseDecoder(
     family="qwen3", head_dim=lambda hf: head_size(hf, 128), refused=_refused, has_qk_norm=True
 )
 QWEN3 = DENSE.spec(
-    "Qwen3ForCausalLM", CHATML, num_key_value_heads=32, rms_norm_eps=1e-6, max_position_embeddings=32_768
+    "Qwen3ForCausalLM", num_key_value_heads=32, rms_norm_eps=1e-6, max_position_embeddings=32_768
 )

@@ -7,7 +7,6 @@ from typing import Any
 
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
 from anygauge_models.architecture import (
-    CHATML,
     expert_config,
     gated_mlp_flops,
     make_family,
@@ -83,7 +82,6 @@ QWEN3_5_MOE = make_family(
     ),
     flops_per_token=flops_per_token,
     unused_weights=unused_weights,
-    assistant_turns=CHATML,
     media=MEDIA,
     defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768},
 )

@@ -7,7 +7,6 @@ from typing import Any
 
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
 from anygauge_models.architecture import (
-    CHATML,
     attention_flops,
     attention_sizes,
     decoder_config,
@@ -108,6 +107,5 @@ QWEN3_MOE = make_family(
         layers=layers,
     ),
     flops_per_token=flops_per_token,
-    assistant_turns=CHATML,
     defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768},
 )

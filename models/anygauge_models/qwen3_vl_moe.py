@@ -7,7 +7,7 @@ from typing import Any
 
 from anygauge_hooks.megatron import MegatronModel, WeightRule
 from anygauge_models import qwen3_moe
-from anygauge_models.architecture import CHATML, head_size, make_family, refuse_variants
+from anygauge_models.architecture import head_size, make_family, refuse_variants
 from anygauge_models.qwen3_vl.spec import DECODER, MEDIA
 from anygauge_models.qwen3_vl.vision import tower_rules
 from anygauge_models.rope import interleaved_rotary
@@ -49,7 +49,6 @@ QWEN3_VL_MOE = make_family(
         layers=qwen3_moe.layers,
     ),
     flops_per_token=qwen3_moe.flops_per_token,
-    assistant_turns=CHATML,
     media=MEDIA,
     defaults={
         "num_key_value_heads": 16,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from anygauge_hooks.models import AssistantTurns
 from anygauge_models.architecture import head_size
 from anygauge_models.dense import DenseDecoder
 
@@ -17,7 +16,6 @@ SEED_OSS = DenseDecoder(
     has_bias=lambda hf: bool(hf.get("attention_bias", True)),
 ).spec(
     "SeedOssForCausalLM",
-    AssistantTurns(start="<seed:bos>assistant\n", end="<seed:eos>"),
     num_key_value_heads=8,
     rms_norm_eps=1e-6,
     max_position_embeddings=524_288,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from anygauge_models.architecture import CHATML, Variant, sliding_windows, unsupported
+from anygauge_models.architecture import Variant, sliding_windows, unsupported
 from anygauge_models.dense import DenseDecoder
 
 __all__ = ["SMOLLM3"]
@@ -33,7 +33,6 @@ def _refused(hf: Mapping[str, Any]) -> list[Variant]:
 
 SMOLLM3 = DenseDecoder(family="smollm3", refused=_refused, rotary_layers=_rotary_layers).spec(
     "SmolLM3ForCausalLM",
-    CHATML,
     num_key_value_heads=4,
     rms_norm_eps=1e-6,
     max_position_embeddings=32_768,

@@ -28,7 +28,6 @@ RETIRED_MODULES = {"calls", "found", "members", "parts", "requests", "waiting", 
 EXCEPTIONS = {
     ("core/anygauge/rollout/gateway/session.py", "Session.turns"),
     ("core/anygauge/rollout/gateway/turns.py", "Turns"),
-    ("hooks/anygauge_hooks/models.py", "AssistantTurns"),
     ("core/anygauge/config/rules/reward.py", "_shares_reward_and_label"),  # a verb
     ("core/anygauge/rollout/gateway/turns.py", "turns"),
 }

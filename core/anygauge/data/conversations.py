@@ -1,43 +1,60 @@
-"""Trained parts of a rendered chat, for SFT: the assistant's turns."""
+"""Trained parts of a rendered chat, for SFT: the assistant's turns.
+
+No chat template has to be known. A template says by itself where turns are if it has the markers
+``{% generation %}``. Otherwise the chat is rendered again with another content of a turn: what stays the same
+before and after it is not the turn's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anygauge.config.schema import Data
 from anygauge.data.problems import BadRowError
 from anygauge.data.template import Message, TemplateRefusal, render
-from anygauge_hooks.errors import ConfigError
-from anygauge_hooks.models import AssistantTurns
 
-__all__ = ["TurnFinder", "make_turn_finder"]
+__all__ = ["TurnFinder"]
+
+Span = tuple[int, int]
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Begins a turn of the assistant in a template of transformers."""
+CONTENTS = ("0", "1")
+"""Contents that differ in every character."""
+_NO_TURN = "SFT needs a message with the role 'assistant' in each row, or the answer in data.label_key."
 
 
-@dataclass(frozen=True, slots=True)
 class TurnFinder:
-    """Finds the assistant's turns in rendered chats."""
+    """Finds the assistant's turns in rendered chats.
 
-    turns: AssistantTurns
-    opening: str
-    """Text of the generation prompt after ``turns.start``. In a turn that begins with it, training starts
-    after it."""
+    :param tokenizer: A Hugging Face tokenizer with a chat template.
+    :param stop_tokens: Texts of the tokens that end a response; the first is written after a last turn that
+        the template does not close.
+    """
 
-    def split(self, messages: Sequence[Message], text: str) -> list[str]:
-        """Split a rendered chat into pieces, alternately untrained and trained.
+    def __init__(self, tokenizer: Any, config: Data, stop_tokens: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._config = config
+        self._stops = stop_tokens
+        self._stop = re.compile("|".join(map(re.escape, stop_tokens)) or "(?!)")
 
-        A turn that the template shortens is not: the policy would have written all of it. Qwen3's leaves out
-        the thinking of all turns before the last question.
+    def split(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[str]:
+        """Render a chat, and split it into pieces, alternately untrained and trained.
 
-        :param text: The messages, rendered.
+        A turn that the template shortens is not trained on: the policy would have written all of it. Qwen3's
+        leaves out the thinking of all turns before the last question.
+
         :raises BadRowError: No turn can be trained on, or the turns cannot be told apart.
+        :raises TemplateRefusal: The template refuses the chat.
         """
-        self._check_markers(messages)
-        answers = [message for message in messages if message["role"] == "assistant"]
+        chat = _Chat(self, messages, tools)
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             raise BadRowError("has no turn of the assistant to train on", hint=_NO_TURN)
-        spans = list(self._spans(text))
+        self._check_stops(messages)
+        spans = [span for span in self._spans(chat, answers) if span is not None]
         if len(spans) != len(answers):
             raise BadRowError(
                 f"has {len(answers)} turns of the assistant; {len(spans)} can be found in what the template "
@@ -45,64 +62,137 @@ class TurnFinder:
                 hint="The turns of a conversation must alternate as the chat template expects.",
             )
         pieces, position = [], 0
-        for message, (begin, end) in zip(answers, spans, strict=True):
-            if _is_whole(message, text[begin:end]):
-                given = text.startswith(self.opening, begin, end)
-                trained = begin + len(self.opening) * given
-                pieces += [text[position:trained], text[trained:end]]
+        for at, (begin, end) in zip(answers, spans, strict=True):
+            if _is_whole(messages[at], chat.text[begin:end]):
+                pieces += [chat.text[position:begin], chat.text[begin:end]]
                 position = end
         if not pieces:
             raise BadRowError("has no turn of the assistant that the chat template leaves whole")
-        return [*pieces, *([text[position:]] if position < len(text) else [])]
+        if (answers[-1], spans[-1][1]) == (len(messages) - 1, position) and not self._stop.search(pieces[-1]):
+            return [*pieces[:-1], pieces[-1] + "".join(self._stops[:1])]
+        return [*pieces, *([chat.text[position:]] if position < len(chat.text) else [])]
 
-    def _spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield where the content of each turn begins and its closing marker ends."""
-        start = text.find(self.turns.start)
-        while start >= 0:
-            begin = start + len(self.turns.start)
-            end = text.find(self.turns.end, begin)
-            if end < 0:
-                return
-            yield begin, end + len(self.turns.end)
-            start = text.find(self.turns.start, end)
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, generate: bool) -> str:
+        """Render messages; see :func:`anygauge.data.template.render`."""
+        return render(messages, self._tokenizer, self._config, tools=tools, generate=generate)
 
-    def _check_markers(self, messages: Sequence[Message]) -> None:
+    def _spans(self, chat: _Chat, answers: Sequence[int]) -> Iterator[Span | None]:
+        template = self._tokenizer.get_chat_template(tools=chat.tools)
+        if GENERATION.search(template):
+            yield from self._marked(chat, template)
+            return
+        end = 0
+        for at in answers:
+            span = self._differing(chat, at, end)
+            yield span
+            end = end if span is None else span[1]
+
+    def _marked(self, chat: _Chat, template: str) -> Iterator[Span]:
+        """Yield the turns that the template marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {**self._tokenizer.special_tokens_map, **self._config.chat_template_kwargs}
+        tools = list(chat.tools) if chat.tools else None
+        try:
+            (text,), (spans,) = render_jinja_template(
+                conversations=[list(chat.messages)],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **options,
+            )
+        except Exception as error:  # foreign code: a chat template
+            raise TemplateRefusal(str(error)) from error
+        if text == chat.text:  # else nothing is known of the text that is trained on
+            yield from spans
+
+    def _differing(self, chat: _Chat, at: int, earlier: int) -> Span | None:
+        """Return the turn of a message; ``None`` if the text does not depend on its content.
+
+        :param earlier: End of the turn before it.
+        """
+        found = chat.content(at)
+        if found is None:
+            return None
+        begin, content_end = found
+        prompt = chat.prompt(at)
+        if prompt is not None and len(prompt) >= earlier and chat.text.startswith(prompt):
+            begin = len(prompt)  # thinking, and markers of it, are the policy's to write
+        stop = self._stop.search(chat.text, content_end)
+        if stop is not None and chat.text[content_end : stop.start()].strip():  # perhaps of a later turn
+            after = chat.content(at + 1) if at + 1 < len(chat.messages) else None
+            stop = stop if after is None or stop.end() <= after[0] else None
+        return begin, content_end if stop is None else stop.end()
+
+    def _check_stops(self, messages: Sequence[Message]) -> None:
         for number, message in enumerate(messages):
             for text in _strings(message):
-                for marker in (self.turns.start, self.turns.end):
-                    if marker in text:
-                        raise BadRowError(
-                            f"message {number}: holds {marker!r}, with which the chat template marks turns"
-                        )
+                if stop := self._stop.search(text):
+                    raise BadRowError(
+                        f"message {number}: holds {stop.group()!r}, with which a turn of the assistant ends"
+                    )
 
 
-_NO_TURN = "SFT needs a message with the role 'assistant' in each row, or the answer in data.label_key."
+class _Chat:
+    """A rendered chat, and what changes in it with the content of a message."""
+
+    def __init__(self, finder: TurnFinder, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
+        self._finder = finder
+        self.messages = messages
+        self.tools = tools
+        self.text = finder.render(messages, tools, generate=False)
+
+    def prompt(self, at: int) -> str | None:
+        """Return what a policy would be given to write a message; ``None`` if the template refuses that."""
+        try:
+            return self._finder.render(self.messages[:at], self.tools, generate=True)
+        except TemplateRefusal:
+            return None
+
+    def content(self, at: int) -> Span | None:
+        """Return where the content of a message begins and ends, calls of tools included."""
+        one, other = (self._with(at, content) for content in CONTENTS)
+        if one == other:
+            return None
+        begin = _common(one, other, self.text)
+        after = _common(one[::-1], other[::-1], self.text[::-1])
+        return begin, max(begin, len(self.text) - after)
+
+    def _with(self, at: int, content: str) -> str:
+        changed = {**self.messages[at], **_replaced(self.messages[at], content)}
+        messages = [*self.messages[:at], changed, *self.messages[at + 1 :]]
+        return self._finder.render(messages, self.tools, generate=False)
 
 
-def make_turn_finder(turns: AssistantTurns, tokenizer: Any, config: Data) -> TurnFinder:
-    """Return a finder of the assistant's turns in the output of a chat template.
+def _common(*texts: str) -> int:
+    """Return how many characters texts have in common at their beginning."""
+    least, most = 0, min(map(len, texts))
+    while least < most:
+        middle = (least + most + 1) // 2
+        same = all(text[least:middle] == texts[0][least:middle] for text in texts[1:])
+        least, most = (middle, most) if same else (least, middle - 1)
+    return least
 
-    :param turns: How the family marks them; two empty strings if it has no chats.
-    :raises ConfigError: The family has no chats, or the template marks turns otherwise.
-    """
-    if not (turns.start and turns.end):
-        raise ConfigError(
-            "SFT on chats needs to know how the model marks the assistant's turns; its family does not say.",
-            hint="Add assistant_turns to its ModelSpec, or train on plain prompts and labels: "
-            "data.apply_chat_template = false.",
-        )
-    try:
-        text = render([{"role": "user", "content": "a"}], tokenizer, config, generate=True)
-    except TemplateRefusal:  # it may take the conversations of the rows
-        return TurnFinder(turns, "")
-    _, start, opening = text.rpartition(turns.start)
-    if not start:
-        raise ConfigError(
-            f"The chat template does not begin the assistant's turn with {turns.start!r}, as the model's "
-            f"family does; it makes {text!r} of a user's 'a'.",
-            hint="Use the family's own chat template for SFT.",
-        )
-    return TurnFinder(turns, opening)
+
+def _replaced(message: Message, content: str) -> dict[str, Any]:
+    """Return the fields of a message by which it says something, with another content."""
+    fields: dict[str, Any] = {"content": content}
+    if isinstance(message.get("reasoning_content"), str):
+        fields["reasoning_content"] = content
+    if isinstance(calls := message.get("tool_calls"), list):
+        fields["tool_calls"] = [_other_call(call, content) for call in calls]
+    return fields
+
+
+def _other_call(call: Any, content: str) -> Any:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments: Any = {content: content}
+    if isinstance(function.get("arguments"), str):
+        arguments = json.dumps(arguments)
+    changed = {**function, "name": content, "arguments": arguments}
+    return {**call, "function": changed} if "function" in call else changed
 
 
 def _is_whole(message: Message, turn: str) -> bool:

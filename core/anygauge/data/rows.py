@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from anygauge.config.schema import Data
-from anygauge.data.conversations import make_turn_finder
+from anygauge.data.conversations import TurnFinder
 from anygauge.data.fingerprint import tokenizer_fingerprint
 from anygauge.data.media.finder import FoundMedia, MediaFinder
 from anygauge.data.problems import BadMediaError, BadRowError
@@ -26,7 +26,6 @@ from anygauge.data.template import (
 from anygauge.strict_json import is_nested
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Media
-from anygauge_hooks.models import AssistantTurns
 
 __all__ = ["Row", "RowReader"]
 
@@ -86,7 +85,8 @@ class RowReader:
     :param tokenizer: A Hugging Face tokenizer.
     :param max_tokens: A prompt with more is bad, for SFT a conversation with more, unless
         ``max_prompt_tokens`` drops it; ``None`` for any number.
-    :param turns: For SFT; ``None`` for prompts to generate from.
+    :param stop_tokens: For SFT, the texts of the tokens that end a response; ``None`` for prompts to generate
+        from.
     :param media: Finds the media of rows; ``None`` where they have none.
     :raises ConfigError: Tokenizer and settings do not go together.
     """
@@ -96,14 +96,14 @@ class RowReader:
         config: Data,
         tokenizer: Any,
         max_tokens: int | None,
-        turns: AssistantTurns | None = None,
+        stop_tokens: Sequence[str] | None = None,
         media: MediaFinder | None = None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        self._turns = turns
-        self._sft = turns is not None
+        self._stops = stop_tokens
+        self._sft = stop_tokens is not None
         if config.apply_chat_template:
             require_template(tokenizer)
         elif self._sft and getattr(tokenizer, "eos_token_id", None) is None:
@@ -112,7 +112,8 @@ class RowReader:
                 hint="Set eos_token in the model directory's tokenizer_config.json.",
             )
         chats = config.apply_chat_template
-        self._finder = make_turn_finder(turns, tokenizer, config) if chats and turns is not None else None
+        sft_chats = chats and stop_tokens is not None
+        self._finder = TurnFinder(tokenizer, config, stop_tokens or ()) if sft_chats else None
         self._media = media
         self._parts = False
         if media is not None and chats:
@@ -125,9 +126,9 @@ class RowReader:
         if tokenizer is None:
             return None
         used = self._config.model_dump(mode="json", exclude=_NOT_OF_ROWS)
-        turns = None if self._turns is None else [self._turns.start, self._turns.end]
+        stops = None if self._stops is None else list(self._stops)
         media = {} if self._media is None else {"media": self._media.facts()}
-        return {"tokenizer": tokenizer, "max_tokens": self._max_tokens, "turns": turns, **used, **media}
+        return {"tokenizer": tokenizer, "max_tokens": self._max_tokens, "stop_tokens": stops, **used, **media}
 
     def columns(self) -> tuple[list[str], bool]:
         """Return the fields that the config names, and whether no other is used."""
@@ -233,18 +234,12 @@ class RowReader:
         if not config.apply_chat_template:
             return [prompt, self._answer(fields)] if self._sft else [prompt]
         tools = fields.get(config.tools_key or "")
-        if self._finder is None:
-            return [self._by_template(prompt, tools, generate=True)]
-        messages = self._with_answer(prompt, fields)
-        text = self._by_template(messages, tools, generate=False)
         try:
-            return self._finder.split(messages, text)
+            if self._finder is None:
+                return [render(prompt, self._tokenizer, config, tools=tools, generate=True)]
+            return self._finder.split(self._with_answer(prompt, fields), tools)
         except BadRowError as error:
             raise self._bad_prompt(f" {error}", hint=error.hint) from error
-
-    def _by_template(self, messages: Sequence[Message], tools: Any, *, generate: bool) -> str:
-        try:
-            return render(messages, self._tokenizer, self._config, tools=tools, generate=generate)
         except TemplateRefusal as error:
             raise self._bad_prompt(
                 f": the chat template refuses it: {error}",

@@ -20,7 +20,6 @@ from anygauge.data.order import Epochs, Mixture, Order
 from anygauge.data.problems import BadMediaError, BadRowError, Problems
 from anygauge.data.rows import Row, RowReader
 from anygauge_hooks.errors import ConfigError, DataError, MediaError
-from anygauge_hooks.models import AssistantTurns
 from anygauge_hooks.rl import Prompt
 
 __all__ = ["FileSource"]
@@ -39,8 +38,8 @@ class FileSource:
     :param seed: Seeds the order of each epoch, and the choice among files.
     :param max_tokens: Longest prompt that the model can take, for SFT of a conversation; ``None`` for any
         number. Unlike one longer than ``max_prompt_tokens``, which is dropped, a longer one is bad.
-    :param turns: For SFT: how the model's family marks the assistant's turns, or two empty strings if it has
-        no chats. ``None`` for prompts to generate from.
+    :param stop_tokens: For SFT, the texts of the tokens that end a response; ``None`` for prompts to generate
+        from.
     :param media: Finds the media of rows, and remembers those that were drawn; ``None`` for rows without.
     :raises DataError: A file cannot be read, a row is bad, or no row is left; lists the first bad rows.
     :raises ConfigError: A slice cannot be read, or tokenizer and settings do not go together.
@@ -53,7 +52,7 @@ class FileSource:
         seed: int = 0,
         *,
         max_tokens: int | None = None,
-        turns: AssistantTurns | None = None,
+        stop_tokens: Sequence[str] | None = None,
         media: MediaFinder | None = None,
     ) -> None:
         if not config.train:
@@ -61,7 +60,7 @@ class FileSource:
         self._config = config
         self._seed = seed
         self._media = media
-        self._reader = RowReader(config, tokenizer, max_tokens, turns, media)
+        self._reader = RowReader(config, tokenizer, max_tokens, stop_tokens, media)
         self._names = [dataset_name(file) for file in config.train]
         # Kept with the source: it removes what it made outside of the cache.
         self._cache = IndexCache(cache_directory(config.cache))

@@ -23,12 +23,11 @@ from anygauge_hooks.data import DataSource
 from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import CheckpointError, ConfigError
 from anygauge_hooks.media import Media
-from anygauge_hooks.models import AssistantTurns, ModelSpec, text_config
+from anygauge_hooks.models import ModelSpec, text_config
 from anygauge_hooks.rl import Prompt
 
 __all__ = ["EvalSet", "Inputs", "forbidden_tokens", "read_eval_sets", "read_inputs"]
 
-NO_CHATS = AssistantTurns(start="", end="")
 """Stands for the turns of a family that has no chat template, in SFT on plain prompts."""
 
 
@@ -146,14 +145,27 @@ def _make_source(
     media: MediaFinder | None = None,
 ) -> DataSource:
     make = plugins.get("register_data_sources", data.source).fn
-    hf, spec = read_model(config, plugins)
+    hf, _ = read_model(config, plugins)
     room = prompt_room(longest_context(config, plugins, hf), config.run.task, max_new_tokens)
-    turns = (spec.assistant_turns or NO_CHATS) if config.run.task == "sft" else None
+    stops = stop_tokens(config.model.path, hf, tokenizer) if config.run.task == "sft" else None
     # A source of text that somebody wrote need not know of media.
     takes_media = media is not None and (data.multimodal_keys or data.source == "files")
     more = {"media": media.of(data.multimodal_keys)} if media is not None and takes_media else {}
-    source: DataSource = make(data, tokenizer, config.run.seed, max_tokens=room, turns=turns, **more)
+    source: DataSource = make(data, tokenizer, config.run.seed, max_tokens=room, stop_tokens=stops, **more)
     return source
+
+
+def stop_tokens(path: Path, hf: Mapping[str, Any], tokenizer: Any) -> list[str]:
+    """Return the texts of the tokens that end a response: the tokenizer's own, and those of the model.
+
+    :param path: Directory of the model.
+    :param hf: Its Hugging Face config.
+    """
+    file = path / "generation_config.json"
+    source = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else text_config(hf)
+    ids = source.get("eos_token_id")
+    known = [] if ids is None else tokenizer.convert_ids_to_tokens(ids if isinstance(ids, list) else [ids])
+    return list(dict.fromkeys(filter(None, (tokenizer.eos_token, *known))))
 
 
 def longest_context(config: Config, plugins: Plugins, hf: Mapping[str, Any]) -> int | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import MegatronModel, WeightRule
-from anygauge_models.architecture import CHATML, head_size, make_family, sliding_windows
+from anygauge_models.architecture import head_size, make_family, sliding_windows
 from anygauge_models.dense import DenseDecoder
 from anygauge_models.positions import frame_by_frame
 from anygauge_models.qwen2_5_vl import vision
@@ -50,7 +50,6 @@ QWEN2_5_VL = make_family(
         layers=DENSE.layers,
     ),
     flops_per_token=DENSE.flops_per_token,
-    assistant_turns=CHATML,
     media=MediaSpec(
         make_processor=make_processor,
         towers=vision.towers,

@@ -7,7 +7,7 @@ from typing import Any
 
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
-from anygauge_models.architecture import CHATML, make_family
+from anygauge_models.architecture import make_family
 from anygauge_models.positions import frame_by_frame
 from anygauge_models.qwen3_5 import config, vision
 from anygauge_models.qwen3_5.config import attention_of, delta_sizes, is_linear, rotary_dim, with_vision
@@ -101,7 +101,6 @@ QWEN3_5 = make_family(
     ),
     flops_per_token=config.flops_per_token,
     unused_weights=config.unused_weights,
-    assistant_turns=CHATML,
     media=MEDIA,
     defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768},
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge_hooks.media import MediaSpec, TowerSpec
 from anygauge_hooks.megatron import MegatronModel, WeightRule
 from anygauge_models import qwen3_moe
-from anygauge_models.architecture import CHATML, make_family
+from anygauge_models.architecture import make_family
 from anygauge_models.positions import Block, in_three_axes
 from anygauge_models.qwen3_omni_moe import audio, config, vision
 from anygauge_models.qwen3_omni_moe.config import prefix
@@ -84,7 +84,6 @@ QWEN3_OMNI_MOE = make_family(
     ),
     flops_per_token=qwen3_moe.flops_per_token,
     unused_weights=unused_weights,
-    assistant_turns=CHATML,
     media=MediaSpec(
         make_processor=make_processor,
         towers=_towers,

@@ -9,7 +9,7 @@ from typing import Any
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
 from anygauge_models import qwen3
-from anygauge_models.architecture import CHATML, make_family
+from anygauge_models.architecture import make_family
 from anygauge_models.positions import frame_by_frame
 from anygauge_models.qwen3_vl import vision
 from anygauge_models.qwen3_vl.processor import forbidden, make_processor
@@ -51,7 +51,6 @@ QWEN3_VL = make_family(
         layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
     ),
     flops_per_token=DENSE.flops_per_token,
-    assistant_turns=CHATML,
     media=MEDIA,
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 128_000},
 )

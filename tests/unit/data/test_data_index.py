@@ -17,7 +17,6 @@ from anygauge.config.schema import Data, DataFile
 from anygauge.data.cache import cache_directory
 from anygauge.data.source import FileSource
 from anygauge_hooks.errors import DataError
-from anygauge_hooks.models import AssistantTurns
 
 WriteRows = Callable[..., Path]
 Open = Callable[..., FileSource]
@@ -56,7 +55,7 @@ def open_source(tmp_path: Path, counting: CountingTokenizer) -> Open:
     """Return a function that opens a source whose cache is in the test's directory."""
 
     def open_(path: Path | str, *, cache: Path = tmp_path / "cache", **settings: Any) -> FileSource:
-        arguments = {name: settings.pop(name) for name in ("max_tokens", "turns") if name in settings}
+        arguments = {name: settings.pop(name) for name in ("max_tokens", "stop_tokens") if name in settings}
         config = Data(train=(DataFile(path=str(path)),), cache=cache, **settings)
         return FileSource(config, counting, seed=1, **arguments)
 
@@ -92,7 +91,7 @@ def test_a_later_start_reads_no_row(
         {"apply_chat_template": True},
         {"apply_chat_template": True, "system_prompt": "Hi"},
         {"apply_chat_template": True, "chat_template_kwargs": {"thinking": True}},
-        {"apply_chat_template": True, "turns": AssistantTurns(start="<assistant>", end="\n")},
+        {"apply_chat_template": True, "stop_tokens": ["\n"]},
     ],
 )
 def test_what_decides_over_rows_is_part_of_the_key(

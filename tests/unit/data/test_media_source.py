@@ -28,12 +28,11 @@ from anygauge.data.media.sources import source_of
 from anygauge.data.media.store import FileStore, MappedFiles
 from anygauge.data.source import FileSource
 from anygauge_hooks.errors import DataError, MediaError, OutOfMemoryError
-from anygauge_hooks.models import AssistantTurns
 from anygauge_hooks.rl import Prompt
 from anygauge_tests.scripted_engine import ListSource
 
 WriteRows = Callable[..., Path]
-TURNS = AssistantTurns(start="<assistant>", end="</assistant>")
+STOPS = ["</assistant>"]
 
 
 def picture(width: int = 24, height: int = 16, colour: Any = (200, 30, 30), mode: str = "RGB") -> Image.Image:
@@ -60,7 +59,7 @@ class Bench:
         self.tokenizer, self.processor, self.folder, self.stack = tokenizer, processor, folder, stack
 
     def open(self, path: Path, settings: dict[str, Any] | None = None, **data: Any) -> LoadedSource:
-        turns = data.pop("turns", None)
+        stops = data.pop("stops", None)
         media = Settings(**(settings or {}))
         defaults = {
             "train": (DataFile(path=str(path)),),
@@ -71,7 +70,7 @@ class Bench:
         }
         config = Data(**(defaults | data))
         self.reader = MediaFinder(media, config.multimodal_keys, self.processor, self.tokenizer, ["image"])
-        self.source = FileSource(config, self.tokenizer, turns=turns, media=self.reader)
+        self.source = FileSource(config, self.tokenizer, stop_tokens=stops, media=self.reader)
         self.store = FileStore(self.folder / "media")
         self.loader = MediaLoader(self.store, self.reader)
         self.stack.callback(self.loader.close)
@@ -444,7 +443,7 @@ def test_a_conversation_is_trained_on_behind_its_images(bench: Bench, write_rows
         {"role": "assistant", "content": "too"},
     ]
     prompt = bench.one(
-        write_rows({"prompt": talk, "images": [value, value]}), apply_chat_template=True, turns=TURNS
+        write_rows({"prompt": talk, "images": [value, value]}), apply_chat_template=True, stops=STOPS
     )
     tokens = prompt.tokens + prompt.response
     trained = [token for token, mask in zip(prompt.response, prompt.loss_mask, strict=True) if mask]
@@ -460,7 +459,7 @@ def test_media_in_a_trained_turn_are_refused(bench: Bench, write_rows: WriteRows
     value = f"data:;base64,{base64.b64encode(png(picture())).decode()}"
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<image>"}]
     with pytest.raises(DataError, match="media in a turn of the assistant"):
-        bench.open(write_rows({"prompt": talk, "images": [value]}), apply_chat_template=True, turns=TURNS)
+        bench.open(write_rows({"prompt": talk, "images": [value]}), apply_chat_template=True, stops=STOPS)
 
 
 def test_evaluation_holds_its_images_for_a_while(bench: Bench, write_rows: WriteRows, tmp_path: Path) -> None:

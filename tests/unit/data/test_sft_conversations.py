@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,7 @@ from anygauge.data.rows import Row, RowReader
 from anygauge.data.source import FileSource
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import ConfigError, DataError
-from anygauge_hooks.models import AssistantTurns, ModelSpec
 from anygauge_hooks.rl import Prompt
-from anygauge_models.mistral import MISTRAL
-from anygauge_models.qwen3 import QWEN3
-from anygauge_models.seed_oss import SEED_OSS
 
 WriteRows = Callable[..., Path]
 Read = Callable[..., list[Prompt]]
@@ -63,17 +59,70 @@ THINKING_TEMPLATE = r"""
 {%- endif %}"""
 """Does as Qwen3's: the turns after the last question alone keep their thinking, and the last one has some."""
 
-MISTRAL_TEMPLATE = (
-    "<s>{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }}[/INST]"
-    "{% else %} {{ message.content }}</s>{% endif %}{% endfor %}"
-)
 
-SEED_OSS_TEMPLATE = (
-    "{% for message in messages %}<seed:bos>{{ message.role }}\n{{ message.content | trim }}<seed:eos>"
-    "{% endfor %}{% if add_generation_prompt %}<seed:bos>assistant\n{% endif %}"
-)
+def template_of(answer: str, question: str, opening: str) -> str:
+    """Return a template from what it writes of a turn, of anything else, and before generation."""
+    return (
+        "{%- for message in messages %}{% set text = message.content | trim %}"
+        "{%- if message.role == 'assistant' %}" + answer + "{%- else %}" + question + "{%- endif %}"
+        "{%- endfor %}{%- if add_generation_prompt %}" + opening + "{%- endif %}"
+    )
 
-TURNS = QWEN3.assistant_turns
+
+LLAMA_OPENING = "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+R1_OPENING = "{{ '<Assistant>' }}"
+R1_THINKING = R1_OPENING + "{{ '<think>\\n' }}"
+TEMPLATES = {
+    "mistral": (template_of("{{ ' ' + text + '</s>' }}", "{{ '[INST] ' + text + '[/INST]' }}", ""), ["</s>"]),
+    "seed_oss": (
+        template_of(
+            "{{ '<seed:bos>assistant\n' + text + '<seed:eos>' }}",
+            "{{ '<seed:bos>user\n' + text + '<seed:eos>' }}",
+            "{{ '<seed:bos>assistant\n' }}",
+        ),
+        ["<seed:eos>"],
+    ),
+    "llama": (
+        template_of(
+            LLAMA_OPENING + "{{ text + '<|eot_id|>' }}",
+            "{{ '<|start_header_id|>user<|end_header_id|>\n\n' + text + '<|eot_id|>' }}",
+            LLAMA_OPENING,
+        ),
+        ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+    ),
+    "phi3": (
+        template_of(
+            "{{ '<|assistant|>\n' + text + '<|end|>\n' }}",
+            "{{ '<|user|>\n' + text + '<|end|>\n' }}",
+            "{{ '<|assistant|>\n' }}{%- else %}{{ '<|endoftext|>' }}",
+        ),
+        ["<|endoftext|>", "<|end|>"],
+    ),
+    "deepseek_v3": (
+        template_of(R1_OPENING + "{{ text + '<end>' }}", "{{ '<User>' + text }}", R1_OPENING),
+        ["<end>"],
+    ),
+    "r1": (
+        template_of(R1_OPENING + "{{ text + '<end>' }}", "{{ '<User>' + text }}", R1_THINKING),
+        ["<end>"],
+    ),
+    "glm4": (
+        template_of("{{ '<|assistant|>\n' + text }}", "{{ '<|user|>\n' + text }}", "{{ '<|assistant|>' }}"),
+        ["<|endoftext|>", "<|user|>", "<|observation|>"],
+    ),
+    "plain": (template_of("{{ 'A: ' + text + '\n' }}", "{{ 'Q: ' + text + '\n' }}", "{{ 'A:' }}"), ["<eos>"]),
+    "marked": (
+        template_of(
+            "{{ '[' }}{% generation %}{{ text + '<end>' }}{% endgeneration %}{{ ']' }}",
+            "{{ '(' + text + ')' }}",
+            "{{ '[' }}",
+        ),
+        ["<end>"],
+    ),
+}
+"""Templates that mark turns as those of published models do, and their stop tokens."""
+
+CHATML = ["<|im_end|>"]
 
 
 @pytest.fixture(scope="session")
@@ -95,13 +144,13 @@ def read(write_rows: WriteRows) -> Read:
     def read_(
         *rows: Any,
         tokenizer: Any,
-        turns: AssistantTurns | None = TURNS,
+        stops: Sequence[str] | None = CHATML,
         max_tokens: int | None = None,
         **settings: Any,
     ) -> list[Prompt]:
         settings = {"input_key": "messages", "apply_chat_template": True, **settings}
         data = Data(train=(DataFile(path=str(write_rows(*rows))),), **settings)
-        return FileSource(data, tokenizer, max_tokens=max_tokens, turns=turns).all()
+        return FileSource(data, tokenizer, max_tokens=max_tokens, stop_tokens=stops).all()
 
     return read_
 
@@ -151,24 +200,61 @@ def test_every_turn_of_the_assistant_is_trained_on(read: Read, chat_tokenizer: A
 
 
 @pytest.mark.parametrize(
-    ("family", "template", "runs"),
+    ("name", "runs"),
     [
-        (MISTRAL, MISTRAL_TEMPLATE, [" Hello!</s>", " Well.</s>"]),
-        (SEED_OSS, SEED_OSS_TEMPLATE, ["Hello!<seed:eos>", "Well.<seed:eos>"]),
+        ("mistral", [" Hello!</s>", " Well.</s>"]),
+        ("seed_oss", ["Hello!<seed:eos>", "Well.<seed:eos>"]),
+        ("llama", ["Hello!<|eot_id|>", "Well.<|eot_id|>"]),
+        ("phi3", ["Hello!<|end|>", "Well.<|end|>"]),
+        ("deepseek_v3", ["Hello!<end>", "Well.<end>"]),
+        ("r1", ["Hello!<end>", "Well.<end>"]),
+        ("glm4", ["\nHello!<|user|>", "\nWell.<|endoftext|>"]),
+        ("plain", [" Hello!", " Well.<eos>"]),
+        ("marked", ["Hello!<end>", "Well.<end>"]),
     ],
 )
-def test_the_turns_of_other_families(
-    read: Read,
-    chat_tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    family: ModelSpec,
-    template: str,
-    runs: list[str],
+def test_turns_are_found_in_any_template(
+    read: Read, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str, runs: list[str]
 ) -> None:
+    template, stops = TEMPLATES[name]
     monkeypatch.setattr(chat_tokenizer, "chat_template", template)
     row = chat("Hello", "Hello!", "How are you?", "Well.")
-    (prompt,) = read(row, tokenizer=chat_tokenizer, turns=family.assistant_turns)
+    (prompt,) = read(row, tokenizer=chat_tokenizer, stops=stops)
     assert trained(prompt, chat_tokenizer) == runs
+    row["messages"].append({"role": "user", "content": "So?"})
+    (prompt,) = read(row, tokenizer=chat_tokenizer, stops=stops)
+    if name not in ("glm4", "plain"):
+        assert trained(prompt, chat_tokenizer) == runs
+
+
+def test_tools_that_glm_calls_end_the_turn(
+    read: Read, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}<|assistant|>{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}<call>{{ call.function.name }}"
+        "{{ call.function.arguments | tojson }}</call>{% endfor %}"
+        "{% elif message.role == 'tool' %}<|observation|>{{ message.content }}"
+        "{% else %}<|user|>{{ message.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    monkeypatch.setattr(chat_tokenizer, "chat_template", template)
+    row = chat("a", "", "b", "c")
+    calls = [{"function": {"name": "look", "arguments": {"at": "it"}}}]
+    row["messages"][1] |= {"tool_calls": calls}
+    row["messages"][2]["role"] = "tool"
+    (prompt,) = read(row, tokenizer=chat_tokenizer, stops=["<eos>", "<|user|>", "<|observation|>"])
+    call = '<call>look{"at": "it"}</call><|observation|>'
+    assert trained(prompt, chat_tokenizer) == [call, "c<eos>"]
+
+
+def test_marks_of_another_rendering_are_not_taken(
+    read: Read, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, stops = TEMPLATES["marked"]
+    monkeypatch.setattr(chat_tokenizer, "chat_template", template + "{{ range(100000) | random }}")
+    with pytest.raises(DataError, match="has 1 turns of the assistant; 0 can be found"):
+        read(chat("a", "b"), tokenizer=chat_tokenizer, stops=stops)
 
 
 TEXTS = st.text("ab \n.<>|", min_size=1, max_size=12).filter(str.strip)
@@ -178,7 +264,7 @@ TEXTS = st.text("ab \n.<>|", min_size=1, max_size=12).filter(str.strip)
 def test_prompt_and_pieces_make_up_the_whole(chat_tokenizer: Any, contents: list[str]) -> None:
     row = chat(*contents)
     config = Data(train=(), input_key="messages", apply_chat_template=True, label_key=None)
-    (found,) = RowReader(config, chat_tokenizer, None, TURNS).read([json.dumps(row).encode()])
+    (found,) = RowReader(config, chat_tokenizer, None, CHATML).read([json.dumps(row).encode()])
     assert isinstance(found, Row)
     whole = chat_tokenizer.apply_chat_template(row["messages"], tokenize=False)
     assert chat_tokenizer.decode(found.tokens + found.response) == whole
@@ -256,7 +342,7 @@ def test_a_row_without_a_turn_of_the_assistant_is_named(read: Read, chat_tokeniz
     assert "SFT needs a message with the role 'assistant'" in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["so<|im_end|>", "<|im_start|>assistant\nso"])
+@pytest.mark.parametrize("text", ["so<|im_end|>", "<|im_end|>\n<|im_start|>assistant\nso"])
 @pytest.mark.parametrize("turn", [0, 1])
 def test_content_with_a_marker_is_a_bad_row(read: Read, chat_tokenizer: Any, text: str, turn: int) -> None:
     contents = ["a", "b"]
@@ -346,22 +432,6 @@ def test_lengths_are_those_of_whole_conversations(read: Read, tmp_path: Path) ->
     assert [p.label for p in read(*rows, max_tokens=8, max_prompt_tokens=7, **settings)] == ["2", "22"]
 
 
-def test_a_family_without_chats(read: Read, chat_tokenizer: Any) -> None:
-    none = AssistantTurns(start="", end="")
-    with pytest.raises(ConfigError, match="its family does not say"):
-        read(chat("a", "b"), tokenizer=chat_tokenizer, turns=none)
-    row = {"messages": "a", "label": "b"}
-    (prompt,) = read(row, tokenizer=chat_tokenizer, turns=none, apply_chat_template=False)
-    assert trained(prompt, chat_tokenizer) == ["b<|im_end|>"]
-
-
-def test_a_template_of_another_family(read: Read, tokenizer: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"does not begin the assistant's turn with '<\|im_start\|>assistant"
-    ):
-        read(chat("a", "b"), tokenizer=tokenizer)
-
-
 def test_a_tokenizer_without_an_end(read: Read, tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="end-of-sequence token, but the tokenizer has none"):
         read({"messages": "a", "label": "b"}, tokenizer=tokenizer, apply_chat_template=False)
@@ -369,7 +439,7 @@ def test_a_tokenizer_without_an_end(read: Read, tokenizer: Any) -> None:
 
 def test_prompts_to_generate_from_have_no_response(read: Read, chat_tokenizer: Any) -> None:
     row = {**chat("a", "b"), "label": "c"}
-    (prompt,) = read(row, tokenizer=chat_tokenizer, turns=None)
+    (prompt,) = read(row, tokenizer=chat_tokenizer, stops=None)
     assert (prompt.response, prompt.loss_mask) == ((), ())
     assert prompt.text.endswith("b<|im_end|>\n<|im_start|>assistant\n")
 

@@ -12,7 +12,7 @@ from anygauge.config import Config
 from anygauge.config.schema import Rollout
 from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_tokenizer
-from anygauge.trainer.inputs import longest_context, prompt_room, read_eval_sets
+from anygauge.trainer.inputs import longest_context, prompt_room, read_eval_sets, stop_tokens
 from anygauge_hooks.errors import DataError
 
 
@@ -70,3 +70,24 @@ def test_evaluation_has_its_own_response_length(config: Config, tmp_path: Path) 
     shorter = config.model_copy(update={"eval": config.eval.model_copy(update={"max_new_tokens": 7})})
     (eval_set,) = read_eval_sets(shorter, plugins, tokenizer)
     assert len(eval_set.prompts) == 1
+
+
+@pytest.mark.parametrize(
+    ("generation", "of_config", "expected"),
+    [
+        (None, None, ["<eos>"]),
+        (None, [5, 1], ["<eos>", "5", "1"]),
+        ({"eos_token_id": 6}, [5, 1], ["<eos>", "6"]),
+        ({"eos_token_id": [1, 6, 7]}, None, ["<eos>", "1", "6", "7"]),
+        ({}, [5], ["<eos>"]),
+    ],
+)
+def test_stop_tokens_are_those_of_tokenizer_and_model(
+    tmp_path: Path, generation: dict[str, Any] | None, of_config: list[int] | None, expected: list[str]
+) -> None:
+    tokenizer = tiny_tokenizer(tmp_path, alphabet="0123456789")
+    hf = {} if of_config is None else {"eos_token_id": of_config}
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert stop_tokens(tmp_path, {"text_config": hf}, tokenizer) == expected
