@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anygauge.cli.arguments import local_path, positive
 from anygauge.observability.control_characters import visible
 from anygauge_hooks.errors import ConfigError
 
 if TYPE_CHECKING:
-    from anygauge.config.load import LoadedConfig
     from anygauge.plugins import Plugins
     from anygauge.testing.model_check import CheckRow
-    from anygauge_hooks.types import BackendSpec, WorkerContext
+    from anygauge_hooks.types import BackendSpec
 
-__all__ = ["HELP", "PROMPT", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "Compare a model with transformers': names, weights, layers, log-probs, gradients, tokenizer."
-PROMPT = "The quick brown fox jumps over the lazy dog, and then it sleeps for 12 hours."
-ROLE = "train"
-"""Role of this process, for the plugins that prepare it."""
-_SETTINGS: tuple[tuple[str, Any], ...] = (
-    *(("run.name", "check-model"), ("run.task", "sft"), ("run.steps", 1), ("data.train", [])),
-    # One micro-batch holds all, in the numbers that transformers computes with, and gradients as they are.
-    *(("train.dtype", "float32"), ("train.clip_grad", 0.0), ("train.micro_batch_tokens", 1_000_000)),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine", default="megatron", metavar="NAME", help="train engine (default megatron)"
     )
     parser.add_argument("--backend", metavar="NAME", help="backend (default: as anygauge train chooses)")
-    parser.add_argument(
-        "--prompt", default=PROMPT, metavar="TEXT", help="text to compare (default: a sentence)"
-    )
+    parser.add_argument("--prompt", metavar="TEXT", help="text to compare (default: a sentence)")
     parser.add_argument(
         "--layers", type=positive, metavar="N", help="check the first N layers, for a model that does not fit"
     )
@@ -68,9 +55,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(args: argparse.Namespace, plugins: Plugins, backend: BackendSpec) -> Iterator[CheckRow]:
     from anygauge.testing.model_check import CheckRow, check_model
+    from anygauge.testing.model_worker import PROMPT, load_model_config, one_worker
 
     try:
-        loaded = _load_config(args, plugins, backend)
+        loaded = load_model_config(
+            args.directory, args.engine, plugins, backend, trust_remote_code=args.trust_remote_code
+        )
     except ConfigError as error:
         # The first line counts the problems of a file that nobody wrote.
         _, _, problems = error.args[0].partition(":\n")
@@ -80,7 +70,7 @@ def _rows(args: argparse.Namespace, plugins: Plugins, backend: BackendSpec) -> I
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        yield from check_model(loaded.config, plugins, context, args.prompt)
+        yield from check_model(loaded.config, plugins, context, args.prompt or PROMPT)
 
 
 def print_rows(rows: Iterator[CheckRow]) -> bool:
@@ -100,44 +90,3 @@ def print_rows(rows: Iterator[CheckRow]) -> bool:
 
 def _print(row: CheckRow) -> None:
     print(visible(f"{row.status:<9}{row.name:<15}{row.found}"), flush=True)
-
-
-def _load_config(args: argparse.Namespace, plugins: Plugins, backend: BackendSpec) -> LoadedConfig:
-    """Return the config of a run of the model, checked as ``anygauge train`` checks it.
-
-    :raises ConfigError: The engine does not train the model, or the directory is incomplete.
-    """
-    from anygauge.config import load_config
-
-    settings = [
-        *_SETTINGS,
-        ("model.path", str(args.directory)),
-        ("model.trust_remote_code", args.trust_remote_code),
-        ("train.engine", args.engine),
-    ]
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "check-model.toml"
-        file.touch()
-        return load_config(file, settings, backend=backend, plugins=plugins, trains=False)
-
-
-@contextmanager
-def one_worker(loaded: LoadedConfig, plugins: Plugins) -> Iterator[WorkerContext]:
-    """Make this process the only worker of a run, on the first device of the backend."""
-    config, backend = loaded.config, loaded.backend
-    plugins.prepare_worker(backend, ROLE, "before_vendor_import", config=config)
-    device = plugins.make_device(backend, backend.local_device((), os.environ))
-    plugins.prepare_worker(backend, ROLE, "after_config", config=config)
-    from torch.distributed import HashStore  # type: ignore[attr-defined]  # not listed
-
-    from anygauge.distributed.process_groups import destroy_process_group, init_process_group
-    from anygauge_hooks.types import WorkerContext
-
-    timeout_s = config.run.timeout_s
-    init_process_group(
-        plugins, backend, HashStore(), rank=0, world_size=1, timeout_s=timeout_s, single_host=True
-    )
-    try:
-        yield WorkerContext(rank=0, world_size=1, backend=backend, device=device, plugins=plugins)
-    finally:
-        destroy_process_group()

@@ -199,8 +199,12 @@ class _Check:
         with open_tensors(self.directory) as source:
             problems: list[str] = []
             exported: set[str] = set()
+            turned: list[str] = []
             for name, tensor in engine.weights():
-                problems += _differences(name, tensor, source, exported)
+                known = name in source.names
+                as_stored = _transposed_to(source.shape(name), tensor) if known else tensor
+                problems += _differences(name, as_stored, source, exported)
+                turned += [name] if as_stored is not tensor else []
                 exported.add(name)
             left = sorted(source.names - exported)
             prefixes = self._unused()
@@ -212,6 +216,7 @@ class _Check:
             ]
         problems += [f"{name} is not exported" for name in lost]
         more = f"; left out: {_listed(left)}" if left and not lost else ""
+        more += f"; transposed, as they are published: {_listed(turned)}" if turned else ""
         found = f"{len(exported)} tensors come back with the same name, shape and values{more}"
         return not problems, _listed(problems) or found
 
@@ -225,6 +230,15 @@ def _differences(name: str, tensor: Tensor, source: TensorReader, exported: Iter
         yield f"{name} is exported as {list(tensor.shape)}, and is {list(source.shape(name))}"
     elif not torch.equal(tensor.cpu().float(), source(name).float()):
         yield f"{name} comes back with other values"
+
+
+def _transposed_to(shape: Sequence[int], tensor: Tensor) -> Tensor:
+    """Return a stack of matrices that lie the other way as they are stored, any other tensor as it is.
+
+    Transformers writes the experts of some models in another way than they are published.
+    """
+    lies_otherwise = tensor.dim() == 3 and list(tensor.shape) != list(shape) == list(tensor.mT.shape)
+    return tensor.mT if lies_otherwise else tensor
 
 
 def _is_copy(name: str, source: TensorReader, exported: Iterable[str]) -> bool:
@@ -295,7 +309,8 @@ def _layers(engine: TrainEngine, tokens: Sequence[int], reference: Reference) ->
         return False, f"{len(free.outputs)} decoder layers ran, and {len(names)} of transformers"
     if (shape := free.inputs[0].shape) != expected.inputs[0].shape:
         return False, f"hidden states are {list(shape)}, and {list(expected.inputs[0].shape)} in transformers"
-    start = _largest((free.inputs[0] - expected.inputs[0]).norm(dim=1) / expected.inputs[0].norm(dim=1))
+    scale = expected.inputs[0].norm(dim=1).clamp(min=torch.finfo().tiny)  # padding may have zeros
+    start = _largest((free.inputs[0] - expected.inputs[0]).norm(dim=1) / scale)
     if not start <= LAYERS:
         return False, f"the input of {names[0]} differs by {start:.2g} of it: look at the embedding"
     with record_layers(layers, given=expected.inputs) as fed:
@@ -359,6 +374,7 @@ def _gradients(
 
 
 def _gradient_error(actual: Tensor, expected: Tensor, floor: float) -> float:
+    actual = _transposed_to(expected.shape, actual)
     if actual.shape != expected.shape:
         return math.inf
     return _largest((actual - expected).norm() / max(float(expected.norm()), floor))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from anygauge_hooks.types import BackendSpec, Device
 
 SUITE = "anygauge.testing.conformance"
+MODEL_SUITE = "anygauge.testing.model_conformance"
 NOT_CHECKED = "NOT CHECKED: "
 """The beginning of what the suite says of a skipped test."""
 ROLE = "conformance"
@@ -27,22 +28,30 @@ REPORTED = "anygauge_report"
 """Property of a test whose value the suite prints at the end."""
 
 _OPTION = {"dest": "anygauge_backend", "metavar": "NAME", "help": "backend that the conformance suite tests"}
+_MODEL = {
+    "dest": "anygauge_model",
+    "metavar": "PACKAGE",
+    "help": "model family that the conformance suite tests: its name, or a module with register_models",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--anygauge-backend``."""
+    """Add ``--anygauge-backend`` and ``--anygauge-model``."""
     parser.getgroup("anygauge").addoption("--anygauge-backend", default="cpu", **_OPTION)
+    parser.getgroup("anygauge").addoption("--anygauge-model", **_MODEL)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(parser: pytest.Parser, args: Sequence[str]) -> None:
-    """Add ``--backend`` where the suite was named on the command line."""
+    """Add ``--backend`` and ``--model`` where a suite was named on the command line."""
     if _is_of_suite(args):
         parser.getgroup("anygauge").addoption("--backend", default="cpu", **_OPTION)
+    if any(argument.startswith(MODEL_SUITE) for argument in args):
+        parser.getgroup("anygauge").addoption("--model", **_MODEL)
 
 
 def _is_of_suite(args: Sequence[str]) -> bool:
-    return any(argument.startswith(SUITE) for argument in args)
+    return any(argument.startswith((SUITE, MODEL_SUITE)) for argument in args)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

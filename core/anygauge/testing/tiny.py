@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -16,7 +19,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-__all__ = ["CHAT_TEMPLATE", "tiny_qwen3", "tiny_tokenizer"]
+if TYPE_CHECKING:
+    from anygauge_hooks.models import ModelSpec
+
+__all__ = ["CHAT_TEMPLATE", "save_random", "tiny_family", "tiny_qwen3", "tiny_tokenizer"]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -74,6 +80,34 @@ def _byte_pairs(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFas
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def tiny_family(directory: str | Path, spec: ModelSpec, **changes: Any) -> Path:
+    """Write the tiny model of a family with random weights, without a tokenizer, and return its path.
+
+    :param changes: Keys of its ``config.json``.
+    """
+    fields = {**spec.tiny(), **changes}
+    config = AutoConfig.for_model(fields.pop("model_type"), initializer_range=0.1, **fields)
+    is_text = type(config) in AutoModelForCausalLM._model_mapping
+    return save_random(AutoModelForCausalLM if is_text else AutoModelForMultimodalLM, config, Path(directory))
+
+
+def save_random(auto_class: Any, config: Any, path: Path) -> Path:
+    """Write a model with weights that are far from uniform, norms other than 1 and biases other than 0."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = auto_class.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                if tensor.dim() == 1 and tensor.is_floating_point():
+                    scale = 0.02 if "correction" in name else 0.1
+                    tensor.add_(torch.randn_like(tensor) * scale)
+                if name.endswith("A_log"):
+                    # With the initial ones a state is gone after a token, and so is its gradient.
+                    tensor.sub_(3.0)
+    model.save_pretrained(path)
+    return path
 
 
 def tiny_qwen3(

@@ -23,7 +23,7 @@ from anygauge.config.rules.architecture import architecture_hints
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels.table import KernelTable
 from anygauge.plugins import Plugins, load_plugins
-from anygauge.testing.tiny import tiny_tokenizer
+from anygauge.testing.tiny import save_random, tiny_family, tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, WeightMappingError
 from anygauge_hooks.kernels import KernelOp
@@ -87,30 +87,7 @@ def spec(request: pytest.FixtureRequest) -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def checkpoint(spec: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(spec, tmp_path_factory.mktemp(spec.name))
-
-
-def write_tiny(spec: ModelSpec, path: Path, **changes: Any) -> Path:
-    """Write a model with weights that are far from uniform, norms other than 1 and biases other than 0."""
-    fields = {**spec.tiny(), **changes}
-    config = AutoConfig.for_model(fields.pop("model_type"), initializer_range=0.1, **fields)
-    save_random(AutoModelForCausalLM, config, path)
-    return path
-
-
-def save_random(auto_class: Any, config: Any, path: Path) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = auto_class.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for name, tensor in model.state_dict().items():
-                if tensor.dim() == 1 and tensor.is_floating_point():
-                    scale = 0.02 if "correction" in name else 0.1
-                    tensor.add_(torch.randn_like(tensor) * scale)
-                if name.endswith("A_log"):
-                    # With the initial ones a state is gone after a token, and so is its gradient.
-                    tensor.sub_(3.0)
-    model.save_pretrained(path)
+    return tiny_family(tmp_path_factory.mktemp(spec.name), spec)
 
 
 @pytest.fixture(scope="module")
@@ -552,7 +529,7 @@ VARIANTS = [
 def test_variants_equal_transformers(
     host: Host, tmp_path: Path, sequences: list[torch.Tensor], family: str, changes: dict[str, Any]
 ) -> None:
-    compare_logits(host, write_tiny(FAMILIES[family], tmp_path, **changes), sequences)
+    compare_logits(host, tiny_family(tmp_path, FAMILIES[family], **changes), sequences)
 
 
 SCALED = {
@@ -579,7 +556,7 @@ def test_scaled_angles_equal_transformers(
         with pytest.raises(ConfigError, match=f"{kind!r} is not supported by the {spec.name} family"):
             megatron_model(spec).transformer_config({**spec.tiny(), "rope_parameters": scaled})
         return
-    compare_logits(host, write_tiny(spec, tmp_path, rope_parameters=scaled), sequences)
+    compare_logits(host, tiny_family(tmp_path, spec, rope_parameters=scaled), sequences)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -621,7 +598,7 @@ WRITTEN = [
 def test_angles_are_read_in_the_order_of_transformers(
     host: Host, tmp_path: Path, sequences: list[torch.Tensor], family: str, keys: dict[str, Any]
 ) -> None:
-    path = write_tiny(FAMILIES[family], tmp_path)
+    path = tiny_family(tmp_path, FAMILIES[family])
     compare_logits(host, edited(path, **keys), sequences)
 
 
@@ -652,7 +629,7 @@ def test_a_kernel_is_chosen_by_whether_angles_are_multiplied(
         return resolve(table, op, **facts)
 
     monkeypatch.setattr(KernelTable, "resolve", spy)
-    policy = host.build(edited(write_tiny(FAMILIES[family], tmp_path), **keys))
+    policy = host.build(edited(tiny_family(tmp_path, FAMILIES[family]), **keys))
     cos, _ = policy.rotary(torch.arange(99))
     assert (cos.abs().max() <= 1) == are_unit
     assert told == {are_unit}
@@ -746,7 +723,7 @@ def test_a_text_model_is_trained_inside_one_that_sees(
 def test_what_predicts_the_token_after_the_next_is_left_out(
     host: Host, tmp_path: Path, family: str, name: str
 ) -> None:
-    path = write_tiny(FAMILIES[family], tmp_path)
+    path = tiny_family(tmp_path, FAMILIES[family])
     file = path / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, name: torch.zeros(2)}, file, {"format": "pt"})
@@ -781,7 +758,7 @@ def test_a_family_of_another_package_works_as_the_page_shows_it(
     plugins = load_plugins()
     outside = Host(plugins, host.backend, host.device)
     spec = plugins.get("register_models", "ernie4_5")
-    path = write_tiny(spec, tmp_path / "model")
+    path = tiny_family(tmp_path / "model", spec)
     compare_logits(outside, path, sequences)
     assert differing_defaults(spec) == []
     config = json.loads((path / "config.json").read_text())
@@ -839,7 +816,7 @@ def check_rollouts(host: Host, policy: Any, checkpoint: Path) -> None:
 def test_the_embedded_rollout_engine_lists_the_experts_that_it_lacks(tmp_path: Path) -> None:
     from anygauge.serving.embedded.weights import copy_weights, read_weights
 
-    path = write_tiny(FAMILIES["qwen3_moe"], tmp_path)
+    path = tiny_family(tmp_path, FAMILIES["qwen3_moe"])
     model = AutoModelForCausalLM.from_pretrained(path)
     lost = "model.layers.1.mlp.experts.3.up_proj.weight"
     weights = [(name, tensor) for name, tensor in read_weights(path) if name != lost]

@@ -19,7 +19,7 @@ from anygauge.config import Config
 from anygauge.plugins import load_plugins
 from anygauge.testing.model_check import CHECKS, CheckRow, check_model
 from anygauge.testing.model_cut import cut_model
-from anygauge.testing.tiny import tiny_tokenizer
+from anygauge.testing.tiny import tiny_family, tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import TrainEngineSpec, WorkerContext
@@ -280,6 +280,23 @@ def test_a_cut_model_has_the_items_of_its_layers(tmp_path: Path) -> None:
         assert (each["num_hidden_layers"], each["no_rope_layers"]) == (3, [1, 1, 1])
     names = load_file(next((tmp_path / "cut").glob("*.safetensors"))).keys()
     assert {name.split(".")[2] for name in names if ".layers." in name} == {"0", "1", "2"}
+
+
+def test_a_padding_token_in_the_prompt_is_compared(check: Check, tmp_path: Path) -> None:
+    path = write_model(tmp_path, "Qwen3", pad_token_id=37)
+    change_weights(path, lambda each: each["model.embed_tokens.weight"][37].zero_())
+    rows = check(path, "fsdp", prompt="".join(map(chr, range(32, 96))))
+    assert failed(rows) == [], rows
+
+
+def test_experts_that_transformers_writes_otherwise_are_told(check: Check, tmp_path: Path) -> None:
+    spec = load_plugins().get("register_models", "qwen3_vl_moe")
+    tiny_tokenizer(tmp_path, alphabet="".join(map(chr, range(0x4E00, 0x4E00 + 8))) + "abcd")
+    rows = check(tiny_family(tmp_path, spec), "megatron", prompt="abcdabdc")
+    assert failed(rows) == [], rows
+    assert (
+        "; transposed, as they are published: model.language_model.layers.1.mlp." in rows["round trip"].found
+    )
 
 
 def test_sequences_that_affect_each_other_fail_when_packed_alone(check: Check, tmp_path: Path) -> None:

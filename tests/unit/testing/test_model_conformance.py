@@ -1,0 +1,56 @@
+"""The conformance suite of model families: the one of the docs passes, and a wrong one fails by its row."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[3] / "docs" / "models.md"
+SUITE = "anygauge.testing.model_conformance"
+
+
+@pytest.fixture
+def family() -> str:
+    """Return the module of the docs that adds a family."""
+    (text,) = re.findall(r"`anygauge_ernie\.py`:\n\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    return str(text)
+
+
+def suite(directory: Path, *arguments: str) -> tuple[int, str]:
+    """Run it in a directory, and return its status and what it printed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", SUITE, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(directory)}
+    done = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, check=False, timeout=200
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_family_of_the_docs_passes(tmp_path: Path, family: str) -> None:
+    (tmp_path / "right_family.py").write_text(family)
+    status, printed = suite(tmp_path, "--model", "right_family")
+    assert status == 0, printed
+    assert "18 passed" in printed
+
+
+def test_a_family_with_other_angles_fails_in_its_layers(tmp_path: Path, family: str) -> None:
+    wrong = family.replace(", rotary_interleaved=True", "")
+    assert wrong != family
+    (tmp_path / "wrong_family.py").write_text(wrong)
+    status, printed = suite(tmp_path, "--model", "wrong_family", "-k", "megatron")
+    assert status == 1, printed
+    failed = re.findall(r"FAILED .*\[ernie4_5-megatron-(.*?)\]", printed)
+    assert failed == ["layers", "log-probs", "packed", "gradients"]
+    assert "the first to differ is model.layers.0" in printed
+
+
+def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
+    status, printed = suite(tmp_path, "--model", "no_family")
+    assert status == pytest.ExitCode.INTERRUPTED
+    assert "--model no_family: neither an installed family (deepseek_v3, " in printed
+    assert "nor a module with register_models: No module named 'no_family'" in printed
