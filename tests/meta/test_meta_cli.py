@@ -14,7 +14,9 @@ SURFACE = {
     "report": ["directory", "--out"],
     "doctor": ["--backend", "--json", "--timeout"],
     "hooks": ["--backend", "--json", "--strict"],
-    "check-model": [*("directory", "--engine", "--backend", "--prompt", "--layers", "--trust-remote-code")],
+    "check-model": [
+        *("directory", "--engine", "--backend", "--prompt", "--against", "--layers", "--trust-remote-code")
+    ],
     "convert": ["--to-megatron", "--to-hf", "--to-bfloat16", "--model", "--workers", "--check"],
 }
 

@@ -14,7 +14,7 @@ from anygauge_hooks.errors import ConfigError
 
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
-    from anygauge.testing.model_check import CheckRow
+    from anygauge.testing.model_worker import CheckRow
     from anygauge_hooks.types import BackendSpec
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--backend", metavar="NAME", help="backend (default: as anygauge train chooses)")
     parser.add_argument("--prompt", metavar="TEXT", help="text to compare (default: a sentence)")
+    parser.add_argument(
+        "--against", metavar="ENGINE", help="also compare with a server of this rollout engine (sglang)"
+    )
     parser.add_argument(
         "--layers", type=positive, metavar="N", help="check the first N layers, for a model that does not fit"
     )
@@ -50,12 +53,11 @@ def run(args: argparse.Namespace) -> int:
 
             whole, args.directory = args.directory, Path(scratch) / args.directory.resolve().name
             cut_model(whole, args.directory, args.layers)
-        return 0 if print_rows(_rows(args, plugins, backend)) else 1
+        return 0 if print_rows(_rows(args, plugins, backend), args.against) else 1
 
 
 def _rows(args: argparse.Namespace, plugins: Plugins, backend: BackendSpec) -> Iterator[CheckRow]:
-    from anygauge.testing.model_check import CheckRow, check_model
-    from anygauge.testing.model_worker import PROMPT, load_model_config, one_worker
+    from anygauge.testing.model_worker import PROMPT, CheckRow, load_model_config, one_worker
 
     try:
         loaded = load_model_config(
@@ -69,23 +71,26 @@ def _rows(args: argparse.Namespace, plugins: Plugins, backend: BackendSpec) -> I
     with one_worker(loaded, plugins) as context:
         from transformers.utils import logging
 
+        from anygauge.testing.model_check import check_model
+
         logging.disable_progress_bar()
-        yield from check_model(loaded.config, plugins, context, args.prompt or PROMPT)
+        prompt = args.prompt or PROMPT
+        yield from check_model(loaded.config, plugins, context, prompt, against=args.against)
 
 
-def print_rows(rows: Iterator[CheckRow]) -> bool:
+def print_rows(rows: Iterator[CheckRow], against: str | None = None) -> bool:
     """Print rows as they come, and those that were not reached, and return whether all pass."""
-    from anygauge.testing.model_check import CHECKS, CheckRow
+    from anygauge.testing.model_worker import CheckRow, checks
 
     done = []
     for row in rows:
         done.append(row)
         _print(row)
     reached = {row.name for row in done}
-    for name in CHECKS:
+    for name in checks(against):
         if name not in reached:
             _print(CheckRow(name, "NOT RUN", f"needs {done[-1].name} to pass"))
-    return reached.issuperset(CHECKS) and all(row.status == "PASS" for row in done)
+    return reached.issuperset(checks(against)) and all(row.status == "PASS" for row in done)
 
 
 def _print(row: CheckRow) -> None:

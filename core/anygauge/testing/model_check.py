@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,8 @@ from anygauge.engines.hf_directory import TensorReader, open_tensors, read_confi
 from anygauge.observability.host import read_memory
 from anygauge.plugins import Plugins
 from anygauge.testing.model_reference import LayerRecord, Reference, record_layers, run_reference
+from anygauge.testing.model_worker import SERVED, CheckRow
+from anygauge.testing.served_response import served_response
 from anygauge.trainer.inputs import load_tokenizer
 from anygauge_hooks import hookimpl
 from anygauge_hooks.batch import TrainBatch
@@ -28,13 +29,8 @@ from anygauge_hooks.engines import HasDecoderLayers, LossInputs, TrainEngine, Wo
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.models import ModelSpec, text_config
 
-__all__ = ["CHECKS", "CheckRow", "check_model"]
+__all__ = ["check_model"]
 
-CHECKS = (
-    *("configuration", "tokenizer", "chat template", "memory", "weights", "transformers", "round trip"),
-    *("layers", "log-probs", "packed", "gradients"),
-)
-"""Names of the rows, in order."""
 LOG_PROBS = 1e-4
 """Largest absolute difference of a token's log-prob."""
 GRADIENTS = 1e-3
@@ -49,19 +45,10 @@ BYTES_PER_WEIGHT = 16
 SHOWN = 8
 """Names that a row shows."""
 
-Status = Literal["PASS", "FAIL", "NOT RUN"]
 
-
-@dataclass(frozen=True, slots=True)
-class CheckRow:
-    """One check."""
-
-    name: str
-    status: Status
-    found: str
-
-
-def check_model(config: Config, plugins: Plugins, context: WorkerContext, prompt: str) -> Iterator[CheckRow]:
+def check_model(
+    config: Config, plugins: Plugins, context: WorkerContext, prompt: str, *, against: str | None = None
+) -> Iterator[CheckRow]:
     """Yield a row for each check that can be made, each as soon as it is known.
 
     :param config: With ``model.path``, ``train.engine``, ``train.dtype = "float32"``, no clipping, and room
@@ -69,8 +56,9 @@ def check_model(config: Config, plugins: Plugins, context: WorkerContext, prompt
     :param plugins: Those of the context; the check registers one of its own.
     :param context: The only worker, in a process group.
     :param prompt: Text whose log-probs and gradients are compared.
+    :param against: Name of a rollout engine whose server's log-probs are compared too; ``None`` for none.
     """
-    check = _Check(config, plugins, context, prompt)
+    check = _Check(config, plugins, context, prompt, against)
     try:
         yield from check.rows()
     except _Stopped as stop:
@@ -86,11 +74,14 @@ class _Stopped(Exception):
 
 
 class _Check:
-    def __init__(self, config: Config, plugins: Plugins, context: WorkerContext, prompt: str) -> None:
+    def __init__(
+        self, config: Config, plugins: Plugins, context: WorkerContext, prompt: str, against: str | None
+    ) -> None:
         self.config = config
         self.plugins = plugins
         self.context = context
         self.prompt = prompt
+        self.against = against
         self.directory: Path = config.model.path
         self.hf = read_config(self.directory)
         self.spec: ModelSpec = family(plugins, self.hf, config.train.engine)
@@ -119,6 +110,10 @@ class _Check:
         hint = "; the prompt alone is right: the sequences of a micro-batch affect each other"
         together = partial(_compare, engine_model, sequences, reference)
         yield _row("packed", together, hint if log_probs.status == "PASS" else "")
+        if self.against is not None:
+            hint = f"; the train engine is right: look at {self.against}"
+            served = partial(self._served, engine_model, sequences[0])
+            yield _row(SERVED, served, hint if log_probs.status == "PASS" else "")
         yield _row("gradients", partial(_gradients, engine_model, sequences, reference))
 
     def _tokenize(self) -> tuple[Any, list[int], CheckRow]:
@@ -187,6 +182,14 @@ class _Check:
         if problems:
             return reference, CheckRow("transformers", "FAIL", _listed(problems))
         return reference, CheckRow("transformers", "PASS", f"{reference.kind} has the same tensors")
+
+    def _served(self, engine: TrainEngine, tokens: Sequence[int]) -> tuple[bool, str]:
+        assert self.against is not None
+        answer = served_response(self.config, self.context, self.against, tokens)
+        actual = engine.log_probs(_batch([[*tokens, *answer.tokens]], len(tokens)), temperature=1.0)
+        largest = _largest((actual - torch.tensor(answer.log_probs)).abs())
+        response = f"a response of {len(answer.tokens)} tokens"
+        return largest <= LOG_PROBS, f"largest difference {largest:.2g} over {response} (limit {LOG_PROBS:g})"
 
     def _unused(self) -> tuple[str, ...]:
         """Return how names begin that a text run leaves out: of towers, and of what is never trained."""
@@ -272,11 +275,14 @@ def _render(tokenizer: Any, prompt: str) -> tuple[bool, str]:
 # -------------------------------------------------------------------------
 
 
-def _batch(sequences: Sequence[Sequence[int]]) -> TrainBatch:
-    """Return sequences as a batch whose responses are all tokens after the first."""
-    responses = [sequence[1:] for sequence in sequences]
+def _batch(sequences: Sequence[Sequence[int]], prompt: int = 1) -> TrainBatch:
+    """Return sequences as a batch whose responses are all tokens after the prompt.
+
+    :param prompt: Its length.
+    """
+    responses = [sequence[prompt:] for sequence in sequences]
     batch = pack_samples(
-        [sequence[:1] for sequence in sequences],
+        [sequence[:prompt] for sequence in sequences],
         responses,
         loss_masks=[[1] * len(each) for each in responses],
         log_probs=[[0.0] * len(each) for each in responses],

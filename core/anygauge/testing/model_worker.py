@@ -1,4 +1,7 @@
-"""This process as the only worker of a run of one model, in float32."""
+"""A check of one model: its rows, its config, and this process as its only worker.
+
+Imports neither torch nor transformers, for which a backend prepares the process first.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,24 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from anygauge.config.load import LoadedConfig
     from anygauge.plugins import Plugins
     from anygauge_hooks.types import BackendSpec, WorkerContext
 
-__all__ = ["PROMPT", "load_model_config", "one_worker"]
+__all__ = ["CHECKS", "PROMPT", "SERVED", "CheckRow", "checks", "load_model_config", "one_worker"]
 
+CHECKS = (
+    *("configuration", "tokenizer", "chat template", "memory", "weights", "transformers", "round trip"),
+    *("layers", "log-probs", "packed", "gradients"),
+)
+"""Names of the rows, in order."""
+SERVED = "served"
+"""Name of the row of a rollout engine; before the gradients, which take the place of the weights."""
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it sleeps for 12 hours."
 ROLE = "train"
 """Role of this process, for the plugins that prepare it."""
@@ -24,6 +35,26 @@ _SETTINGS: tuple[tuple[str, Any], ...] = (
     # One micro-batch holds all, in the numbers that transformers computes with, and gradients as they are.
     *(("train.dtype", "float32"), ("train.clip_grad", 0.0), ("train.micro_batch_tokens", 1_000_000)),
 )
+
+
+Status = Literal["PASS", "FAIL", "NOT RUN"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """One check."""
+
+    name: str
+    status: Status
+    found: str
+
+
+def checks(against: str | None = None) -> tuple[str, ...]:
+    """Return the names of the rows, in order.
+
+    :param against: Name of a rollout engine that is a server; ``None`` for none.
+    """
+    return CHECKS if against is None else (*CHECKS[:-1], SERVED, CHECKS[-1])
 
 
 def load_model_config(

@@ -17,13 +17,15 @@ from transformers import AutoModelForCausalLM
 
 from anygauge.config import Config
 from anygauge.plugins import load_plugins
-from anygauge.testing.model_check import CHECKS, CheckRow, check_model
+from anygauge.testing.model_check import check_model
 from anygauge.testing.model_cut import cut_model
+from anygauge.testing.model_worker import CHECKS, CheckRow, checks
 from anygauge.testing.tiny import tiny_family, tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 from anygauge_hooks import hookimpl
-from anygauge_hooks.engines import TrainEngineSpec, WorkerContext
+from anygauge_hooks.engines import RolloutEngineSpec, TrainEngineSpec, WorkerContext
 from anygauge_models.dense import DenseDecoder
+from anygauge_tests.fake_engine import FakeServer, Options
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 TINY: dict[str, Any] = {
@@ -71,12 +73,18 @@ class Package:
 
     @hookimpl
     def register_train_engines(self) -> list[TrainEngineSpec]:
-        return list(self.engines)
+        return [engine for engine in self.engines if isinstance(engine, TrainEngineSpec)]
+
+    @hookimpl
+    def register_rollout_engines(self) -> list[RolloutEngineSpec]:
+        return [engine for engine in self.engines if isinstance(engine, RolloutEngineSpec)]
 
 
 @pytest.fixture
 def check(context: WorkerContext) -> Check:
-    def checked(directory: Path, engine: str, package: Any = None, prompt: str = PROMPT) -> Rows:
+    def checked(
+        directory: Path, engine: str, package: Any = None, prompt: str = PROMPT, against: str | None = None
+    ) -> Rows:
         plugins = load_plugins()
         if package is not None:
             plugins.register(package, "of_test")
@@ -89,7 +97,8 @@ def check(context: WorkerContext) -> Check:
                 "train": {"engine": engine, "dtype": "float32", "clip_grad": 0.0},
             }
         )
-        rows = list(check_model(config, plugins, replace(context, plugins=plugins), prompt))
+        own = replace(context, plugins=plugins)
+        rows = list(check_model(config, plugins, own, prompt, against=against))
         return {row.name: row for row in rows}
 
     return checked
@@ -297,6 +306,28 @@ def test_experts_that_transformers_writes_otherwise_are_told(check: Check, tmp_p
     assert (
         "; transposed, as they are published: model.language_model.layers.1.mlp." in rows["round trip"].found
     )
+
+
+def test_a_server_with_other_log_probs_fails_alone(check: Check, tmp_path: Path) -> None:
+    served = []
+
+    def serve(config: Config, context: WorkerContext) -> FakeServer:
+        served.append(config.model.path)
+        return FakeServer(Options(vocab_size=300))
+
+    package = Package([RolloutEngineSpec(name="fake", serve=serve)])
+    path = write_model(tmp_path, "Qwen3")
+    rows = check(path, "megatron", package, against="fake")
+    assert tuple(rows) == checks("fake")
+    assert failed(rows) == ["served"], rows
+    assert rows["served"].found.endswith("(limit 0.0001); the train engine is right: look at fake")
+    assert served == [path]
+
+
+def test_an_engine_without_servers_is_refused(check: Check, tmp_path: Path) -> None:
+    rows = check(write_model(tmp_path, "Qwen3"), "megatron", against="transformers")
+    assert failed(rows) == ["served"]
+    assert rows["served"].found.startswith("The rollout engine 'transformers' is not a server.")
 
 
 def test_sequences_that_affect_each_other_fail_when_packed_alone(check: Check, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from anygauge.plugins import Plugins, load_plugins, select_backend
-from anygauge.testing.model_check import CHECKS, CheckRow, check_model
-from anygauge.testing.model_worker import load_model_config, one_worker
+from anygauge.testing.model_check import check_model
+from anygauge.testing.model_worker import CHECKS, CheckRow, load_model_config, one_worker
 from anygauge.testing.plugin import NOT_CHECKED
 from anygauge.testing.tiny import tiny_family, tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
