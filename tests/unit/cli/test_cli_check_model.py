@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, PhiConfig
 
 from anygauge.cli import main
-from anygauge.testing.model_check import CHECKS
+from anygauge.testing.model_worker import CHECKS
 from anygauge.testing.tiny import tiny_tokenizer
 
 PROMPT = "1+2=3"
