@@ -81,13 +81,15 @@ def train(launch_actors: Callable[..., WorkerGroup], tmp_path_factory: pytest.Te
         overlap: bool = False,
         engine: str = "megatron",
         replicate: int = 1,
+        reshards: bool = True,
     ) -> Trained:
         directory = tmp_path_factory.mktemp("trained")
         megatron = OVERLAP if overlap else {}
         # FSDP's ranks meet in every layer: of so small micro-batches some ranks need fewer than others.
         tokens = {"micro_batch_tokens": 24} if engine == "fsdp" else {}
         options = {"dtype": dtype, "megatron": megatron, "engine": engine, **tokens}
-        config = make_config(model, num_workers, parallel={"replicate": replicate}, **options)
+        parallel = {"replicate": replicate, "reshard_after_forward": reshards}
+        config = make_config(model, num_workers, parallel=parallel, **options)
         samples, steps = make_samples(), config.train.optimizer_steps
         # Of so few, one of two ranks has none of its own in the last two steps.
         each, few = (
@@ -127,6 +129,15 @@ def test_two_processes_give_the_losses_of_one(train: Train, engine: str) -> None
     assert one.second[2]["kl_loss"] > 1e-6
     for name, tensor in one.weights.items():
         torch.testing.assert_close(two.weights[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.fsdp
+def test_weights_that_stay_gathered_change_nothing(train: Train) -> None:
+    freed, kept = train(2, engine="fsdp"), train(2, engine="fsdp", reshards=False)
+    for step, other in zip([*freed.first, *freed.second], [*kept.first, *kept.second], strict=True):
+        assert other == pytest.approx(step, rel=1e-5, abs=1e-5)
+    for name, tensor in freed.weights.items():
+        torch.testing.assert_close(kept.weights[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.fsdp)])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from anygauge.kernels.table import KernelTable
 
-__all__ = ["TableLayerNorm", "TableRmsNorm", "bind_norm"]
+__all__ = ["TableLayerNorm", "TableRmsNorm", "bind_norm", "is_norm"]
 
 
 class TableLayerNorm(nn.LayerNorm):
@@ -34,14 +34,23 @@ class TableRmsNorm(nn.Module):
         return self.kernel(hidden_states, self.weight, self.variance_epsilon)
 
 
+def is_norm(module: Any) -> bool:
+    """Return whether a module is a norm that the table has, by its name and attributes."""
+    if type(module) is nn.LayerNorm:
+        return module.bias is not None
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+
+
 def bind_norm(module: Any, kernels: KernelTable, dtype: torch.dtype) -> None:
     """Let a module take its kernel from the table, if it is a norm that the table has.
 
     Its class is replaced, and its parameters stay.
     """
-    if type(module) is nn.LayerNorm and module.bias is not None:
+    if not is_norm(module):
+        return
+    if type(module) is nn.LayerNorm:
         module.kernel = kernels.resolve("layer_norm", dtype=dtype)  # type: ignore[assignment]
         module.__class__ = TableLayerNorm
-    elif type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+    else:
         module.__class__ = TableRmsNorm
         module.kernel = kernels.resolve("rms_norm", dtype=dtype)

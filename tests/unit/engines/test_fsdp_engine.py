@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from anygauge.config import Config
 from anygauge.engines.fsdp.attention import ATTENTION
+from anygauge.engines.fsdp.weights import whole
 from anygauge.engines.norms import TableRmsNorm
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
@@ -159,17 +160,37 @@ def take_step(engine: Any, loss: Any = likelihood, samples: Sequence[TrainSample
 
 def gradients(engine: Any) -> dict[str, Tensor]:
     """Return the gradients of the last pass under Hugging Face names."""
-    return {shard.name: shard.tensor.grad.full_tensor() for shard in engine.shards}
+    return {shard.name: whole(shard.tensor.grad) for shard in engine.shards}
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine.weights()}
 
 
+@pytest.fixture
+def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let FSDP wrap the model of a lone process, too."""
+    monkeypatch.setattr("anygauge.engines.fsdp.model.is_sharded", lambda mesh: True)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_trains_as_transformers_has_it(
     make_engine: MakeEngine, tmp_path: Path, name: str
 ) -> None:
+    check_with_transformers(make_engine, tmp_path, name)
+
+
+@pytest.mark.usefixtures("sharded")
+@pytest.mark.parametrize(
+    "name", ["GPT2", *(pytest.param(n, marks=pytest.mark.fsdp) for n in MODELS if n != "GPT2")]
+)
+def test_a_sharded_model_of_transformers_trains_as_transformers_has_it(
+    make_engine: MakeEngine, tmp_path: Path, name: str
+) -> None:
+    check_with_transformers(make_engine, tmp_path, name)
+
+
+def check_with_transformers(make_engine: MakeEngine, tmp_path: Path, name: str) -> None:
     """Log-probs, loss and gradients equal those of one sequence at a time; nothing leaks."""
     path = tiny_model(tmp_path, name)
     engine = make_engine(path, clip_grad=0.0)
@@ -192,6 +213,46 @@ def test_a_model_of_transformers_trains_as_transformers_has_it(
     for parameter_name, parameter in model.named_parameters():
         error = (taken[0][parameter_name] - parameter.grad).norm() / parameter.grad.norm()
         assert error < 2e-5, f"{parameter_name}: {error}"
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": {"rank": 2}, "recompute": "elementwise"}])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.fsdp), "bfloat16"])
+def test_a_rank_alone_computes_as_with_fsdp(
+    make_engine: MakeEngine, qwen3: Path, request: pytest.FixtureRequest, dtype: str, options: dict[str, Any]
+) -> None:
+    """Gradients of micro-batches are added up in float32, and each step rounds the weights anew."""
+    options = {"dtype": dtype, "micro_batch_tokens": 1, "clip_grad": 0.1, **options}
+    whole_model = make_engine(qwen3, **options)
+    request.getfixturevalue("sharded")
+    with_fsdp = make_engine(qwen3, **options)
+    for _ in range(3):
+        assert take_step(whole_model) == pytest.approx(take_step(with_fsdp), rel=1e-5)
+    for one, other in zip(whole_model.shards, with_fsdp.shards, strict=True):
+        assert (one.name, one.tensor.dtype) == (other.name, other.tensor.dtype)
+        torch.testing.assert_close(one.local, other.local, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("sharded")
+def test_gathered_weights_are_those_of_the_role_that_computes(
+    make_engine: MakeEngine, qwen3: Path, tmp_path: Path
+) -> None:
+    """Also where they stay gathered between micro-batches."""
+    other = tiny_qwen3(tmp_path / "other", vocab_size=VOCAB, head_dim=32, init_std=0.2, seed=5)
+    engine = make_engine(qwen3, parallel={"reshard_after_forward": False}, micro_batch_tokens=1)
+    engine.load_role("reference", str(other))
+    own = log_probs(engine)
+    expected = reference_log_probs(AutoModelForCausalLM.from_pretrained(other), 1.0)
+    torch.testing.assert_close(log_probs(engine, role="reference"), expected.detach(), rtol=0, atol=1e-5)
+    assert log_probs(engine).equal(own)
+    before = weights(engine)
+    reduced: list[bool] = []
+    reduce = engine.root.set_requires_gradient_sync
+    engine.root.set_requires_gradient_sync = lambda is_last: reduced.append(is_last) or reduce(is_last)
+    metrics = take_step(engine)
+    assert reduced == [False] * 4 + [True], "once in a step"
+    assert metrics == pytest.approx(take_step(make_engine(qwen3)), rel=1e-5)
+    assert not any(tensor.equal(before[name]) for name, tensor in weights(engine).items())
+    assert not log_probs(engine).equal(own)
 
 
 def test_the_output_layer_is_known_or_the_models_own(make_engine: MakeEngine, tmp_path: Path) -> None:
@@ -223,10 +284,11 @@ def test_only_the_built_model_is_changed(make_engine: MakeEngine, qwen3: Path) -
     assert before == after
     norms = [module for module in engine.root.modules() if hasattr(module, "variance_epsilon")]
     assert len(norms) == 9
-    assert {type(norm) for norm in norms} == {TableRmsNorm}
-    assert {layer.self_attn.config._attn_implementation for layer in engine.root.model.model.layers} == {
-        ATTENTION
-    }
+    assert all(isinstance(norm, TableRmsNorm) for norm in norms)
+    for layer in engine.root.model.model.layers:
+        assert type(layer.self_attn).__name__ == "TableQwen3Attention"
+        assert type(layer.mlp).__name__ == "TableQwen3MLP"
+        assert layer.self_attn.config._attn_implementation == ATTENTION
 
 
 def test_a_norm_of_another_formula_is_the_models_own(
@@ -275,7 +337,10 @@ def test_a_model_that_mixes_packed_sequences_is_padded(
     assert take_step(engine)["loss"] < before
 
 
-@pytest.mark.parametrize("options", [{"recompute": "full"}, {"fused_loss": False}, {"micro_batch_tokens": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute": "full"}, {"recompute": "elementwise"}, {"fused_loss": False}, {"micro_batch_tokens": 1}],
+)
 def test_options_change_no_result(make_engine: MakeEngine, qwen3: Path, options: dict[str, Any]) -> None:
     plain, other = make_engine(qwen3), make_engine(qwen3, **options)
     for _ in range(2):
@@ -316,16 +381,17 @@ def test_replicas_that_differ_change_no_weight(
     assert all(tensor.equal(before[name]) for name, tensor in weights(engine).items())
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.2)])
 def test_roles_take_turns_in_the_memory_of_the_actor(
-    make_engine: MakeEngine, qwen3: Path, tmp_path: Path
+    make_engine: MakeEngine, qwen3: Path, tmp_path: Path, dtype: str, tolerance: float
 ) -> None:
     other = tiny_qwen3(tmp_path / "other", vocab_size=VOCAB, head_dim=32, init_std=0.2, seed=5)
-    engine = make_engine(qwen3)
+    engine = make_engine(qwen3, dtype=dtype)
     own = log_probs(engine)
     engine.load_role("reference", str(other))
     reference = log_probs(engine, role="reference")
     expected = reference_log_probs(AutoModelForCausalLM.from_pretrained(other), 1.0)
-    torch.testing.assert_close(reference, expected.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(reference, expected.detach(), rtol=0, atol=tolerance)
     assert log_probs(engine).equal(own)
     take_step(engine)
     assert log_probs(engine, role="reference").equal(reference)
@@ -333,14 +399,16 @@ def test_roles_take_turns_in_the_memory_of_the_actor(
         log_probs(engine, role="teacher")
 
 
-def test_a_sleep_changes_no_bit(make_engine: MakeEngine, qwen3: Path) -> None:
-    engine, undisturbed = make_engine(qwen3), make_engine(qwen3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sleep_changes_no_bit(make_engine: MakeEngine, qwen3: Path, dtype: str) -> None:
+    engine, undisturbed = make_engine(qwen3, dtype=dtype), make_engine(qwen3, dtype=dtype)
     for each in (engine, undisturbed):
         take_step(each)
     engine.set_memory_state("weights")
     assert all(tensor.equal(dict(engine.weights())[name]) for name, tensor in undisturbed.weights())
     engine.set_memory_state("nothing")
     assert sum(tensor.untyped_storage().nbytes() for tensor in engine._model_tensors()) == 0
+    assert sum(each.untyped_storage().nbytes() for each in engine.root.parameters()) == 0
     assert sum(tensor.untyped_storage().nbytes() for tensor in engine.optimizer.state()) == 0
     with pytest.raises(AsleepError, match="an optimizer step"):
         take_step(engine)
@@ -376,6 +444,9 @@ def test_a_frozen_model_has_no_gradients(make_engine: MakeEngine, qwen3: Path) -
     frozen = make_engine(qwen3, "make_forward_only")
     assert log_probs(frozen).equal(log_probs(make_engine(qwen3)))
     assert not any(parameter.requires_grad for parameter in frozen.root.parameters())
+    half = make_engine(qwen3, "make_forward_only", dtype="bfloat16")
+    assert {shard.tensor.dtype for shard in half.shards} == {torch.bfloat16}
+    assert log_probs(half).equal(log_probs(make_engine(qwen3, dtype="bfloat16")))
     frozen.set_memory_state("nothing")
     frozen.set_memory_state("everything")
     assert log_probs(frozen).equal(log_probs(make_engine(qwen3)))

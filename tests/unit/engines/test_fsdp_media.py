@@ -18,6 +18,7 @@ from anygauge.config import Config
 from anygauge.config.roles import critic_config
 from anygauge.engines.fsdp.attention import ATTENTION, _Attention
 from anygauge.engines.fsdp.start_check import _Check, _use_attention
+from anygauge.engines.fsdp.weights import whole
 from anygauge.plugins import Plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaMismatchError
@@ -150,7 +151,7 @@ def take_step(engine: Any, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
 
     def looking(*given: Any) -> None:
         named = {shard.name: shard.tensor.grad for shard in engine.shards}
-        gradients.update({name: each.full_tensor() for name, each in named.items() if each is not None})
+        gradients.update({name: whole(each) for name, each in named.items() if each is not None})
         step(*given)
 
     engine.optimizer.step = looking

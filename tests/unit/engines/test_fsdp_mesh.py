@@ -24,7 +24,6 @@ TWO_BY_TWO: Any = SimpleNamespace(ndim=2, mesh=torch.tensor([[0, 1], [2, 3]]))
 def shard(values: list[float]) -> LocalShard:
     tensor = torch.tensor(values)
     tensor.grad = tensor + 1
-    tensor.grad.to_local = lambda: tensor.grad  # type: ignore[attr-defined]  # of a DTensor
     return LocalShard("layer.weight", tensor)
 
 
@@ -74,3 +73,11 @@ def test_copies_that_the_workers_cannot_hold_are_refused(tmp_path: Path, engine:
     keys = {"train.parallel.replicate": 2, "placement.train_workers": 3}
     with pytest.raises(Exception, match=text):
         load_config(path, list(keys.items()), backend="cpu", plugins=load_plugins())
+
+
+def test_the_megatron_engine_gathers_nothing(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path)
+    keys = {"train.parallel.reshard_after_forward": False}
+    with pytest.raises(Exception, match=r"found False .* gathers no weights in its layers"):
+        load_config(path, list(keys.items()), backend="cpu", plugins=load_plugins())
+    load_config(path, [*keys.items(), ("train.engine", "fsdp")], backend="cpu", plugins=load_plugins())

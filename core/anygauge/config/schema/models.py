@@ -36,6 +36,9 @@ class Parallel(Section):
     """Ranks that split each expert's matrices."""
     replicate: Positive = 1
     """Copies of the model, each sharded over a part of the workers (HSDP); on the FSDP engine alone."""
+    reshard_after_forward: bool = True
+    """Free gathered weights after each layer. ``False`` keeps them, and gradients before they are summed over
+    ranks, within an optimizer step; on the FSDP engine alone."""
 
 
 class Model(Section):

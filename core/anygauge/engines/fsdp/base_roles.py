@@ -21,11 +21,18 @@ class BaseRoles:
     :param base: Directory of these.
     :param shards: All but adapters.
     :param load: Reads the weights of a directory into the model. A collective.
+    :param changed: Called when other weights are in the place of the actor's, and when these are back.
     """
 
     def __init__(
-        self, adapters: Adapters, base: Path, shards: Sequence[LocalShard], load: Callable[[Path], object]
+        self,
+        adapters: Adapters,
+        base: Path,
+        shards: Sequence[LocalShard],
+        load: Callable[[Path], object],
+        changed: Callable[[], object],
     ) -> None:
+        self._changed = changed
         self._adapters = adapters
         self._base = base
         self._load = load
@@ -53,8 +60,12 @@ class BaseRoles:
             yield
             return
         weights = self._trained if role in self._of_base else self._all
-        with self._adapters.off(), weights.use(role):
-            yield
+        try:
+            with self._adapters.off(), weights.use(role):
+                self._changed()
+                yield
+        finally:
+            self._changed()
 
 
 def _role_weights(shards: Sequence[LocalShard]) -> RoleWeights:

@@ -85,7 +85,7 @@ class FsdpEngine(BaseEngine):
         self.shards = local_shards(self.root)
         if self.trains:
             learning = [shard for shard in self.shards if shard.tensor.requires_grad]
-            self.optimizer = ShardedOptimizer(learning, config.train, context)
+            self.optimizer = ShardedOptimizer(learning, config.train, context, self.root.masters)
             self._replicas = ReplicaCheck(mesh, learning, config.train.replica_check_every)
             adapters = self.root.adapters
             kept = learning if adapters.layers else self.shards
@@ -96,11 +96,15 @@ class FsdpEngine(BaseEngine):
             config.model.path,
             base_shards(self.root),
             partial(load_weights, self.root),
+            self.root.weights_changed,
         )
         self._planned: tuple[TrainBatch, Sequence[MicroBatch]] | None = None
         """Micro-batches of the last batch, which its passes share."""
         self._memory = DeviceMemory(
-            context.device, weights=self._model_tensors, rest=self._optimizer_tensors, temporary=tuple
+            context.device,
+            weights=self._model_tensors,
+            rest=self._optimizer_tensors,
+            temporary=self._copies_of_weights,
         )
 
     def _model_tensors(self) -> Iterator[Tensor]:
@@ -110,11 +114,16 @@ class FsdpEngine(BaseEngine):
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         return self.optimizer.state() if self.trains else iter(())
 
+    def _copies_of_weights(self) -> Iterator[Tensor]:
+        return iter(()) if self.root.masters is None else self.root.masters.copies()
+
     def set_memory_state(self, state: MemoryState) -> None:
         """Set the memory state (sleep, wake up); see :class:`anygauge_hooks.engines.SupportsOffload`."""
         if self.trains:
             self.optimizer.begin()  # drops the gradients
         self._memory.set_state(state)
+        if state == "everything":
+            self.root.weights_changed()
 
     # -------------------------------------------------------------------------
     # Passes
@@ -154,7 +163,9 @@ class FsdpEngine(BaseEngine):
     def _collect(self, batch: TrainBatch, compute: Callable[[Outputs, MicroBatch], Tensor]) -> Tensor:
         """Return what is computed for all response tokens, on the host."""
         plans = self._plan(batch)
-        return unpack(plans, [self._run(self._load(plan), compute) for plan in plans])
+        results = [self._run(self._load(plan), compute) for plan in plans]
+        self.root.free_gathered()
+        return unpack(plans, results)
 
     def _load(self, plan: MicroBatch) -> MicroBatch:
         return plan.to(self.device, self._media)
@@ -214,9 +225,12 @@ class FsdpEngine(BaseEngine):
         with self._timed(phase):
             self.optimizer.begin()
             reported = []
-            for plan in map(self._load, self._plan(batch)):
+            plans = self._plan(batch)
+            for number, plan in enumerate(map(self._load, plans), 1):
+                self.root.begin_micro_batch(is_last=number == len(plans))
                 value, metrics = loss(plan, self._run(plan, compute))
                 value.backward()
+                self.root.take_gradients()
                 reported.append({**metrics, "loss": value.detach()})
             norm = self.optimizer.norm()
             metrics_of_step = self._sum_metrics(reported)
@@ -270,6 +284,7 @@ class FsdpEngine(BaseEngine):
         """Restore a checkpoint of :meth:`save_checkpoint`. A collective."""
         self._memory.need("everything", "the state of a checkpoint")
         self._checkpoint.load(Path(path))
+        self.root.weights_changed()
 
     # -------------------------------------------------------------------------
     # Others

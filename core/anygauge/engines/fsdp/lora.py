@@ -30,6 +30,8 @@ from anygauge_hooks.errors import ConfigError
 
 __all__ = ["Adapters", "add_adapters"]
 
+Trained = Callable[[nn.Parameter], nn.Parameter]
+"""From a parameter of the model to the weight that an optimizer updates."""
 _log = logging.getLogger(__name__)
 _ROWS = 0x9E3779B97F4A7C15
 """2 ** 64 over the golden ratio: the odd factor between the rows of a checksum."""
@@ -47,9 +49,10 @@ class _Adapter:
         """Whether the layer's weight is ``[in, out]``."""
         return isinstance(self.layer, Conv1D)
 
-    def rows(self, first: int, last: int) -> Tensor:
+    def rows(self, first: int, last: int, trained: Trained) -> Tensor:
         """Return rows of what the adapter adds to the layer's weight, float32. A collective."""
-        down, up = (whole(part.weight.detach()) for part in (self.layer.lora_A, self.layer.lora_B))
+        parts = self.layer.lora_A, self.layer.lora_B
+        down, up = (whole(trained(part.weight).detach()) for part in parts)
         if self.is_transposed:
             return (down[:, first:last].t() @ up.t()) * self.scale
         return (up[first:last] @ down) * self.scale
@@ -106,16 +109,20 @@ class Adapters:
         finally:
             self.is_on = before
 
-    def merged(self, shard: LocalShard) -> Tensor:
+    def merged(self, shard: LocalShard, trained: Trained) -> Tensor:
         """Return a parameter or buffer with its adapter's product added, in float32 and sharded as it is.
 
         Others are returned as they are. A collective.
+
+        :param trained: ``ShardedModel.trained``.
         """
         tensor = shard.tensor.detach()
         adapter = self._by_layer.get(shard.name.removesuffix(".weight"))
-        if adapter is None or not shard.name.endswith(".weight") or not isinstance(tensor, DTensor):
+        if adapter is None or not shard.name.endswith(".weight"):
             return tensor
-        local = tensor.to_local() + adapter.rows(*shard.rows)
+        local = shard.local + adapter.rows(*shard.rows, trained)
+        if not isinstance(tensor, DTensor):
+            return local
         return DTensor.from_local(
             local,
             tensor.device_mesh,

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.distributed.known_results import GroupUse
 from anygauge.engines.agreement import shown
-from anygauge.engines.fsdp.weights import LocalShard
+from anygauge.engines.fsdp.weights import LocalShard, local
 from anygauge_hooks.errors import ReplicaError
 
 __all__ = ["ReplicaCheck", "data_mesh", "mesh_groups"]
@@ -105,7 +105,7 @@ class ReplicaCheck:
 def _parts(shard: LocalShard) -> tuple[Tensor, Tensor]:
     """Return this rank's weights and gradients; a weight without a part in the step counts twice."""
     gradient: Any = shard.tensor.grad
-    return shard.local, shard.local if gradient is None else gradient.to_local()
+    return shard.local, shard.local if gradient is None else local(gradient)
 
 
 def _sum(tensor: Tensor) -> Tensor:

@@ -25,7 +25,9 @@ from anygauge.config.modalities import modalities
 from anygauge.engines.forbidden import logprob_without, top_k_without
 from anygauge.engines.fsdp.adapter_files import read_adapter
 from anygauge.engines.fsdp.attention import register_attention
+from anygauge.engines.fsdp.layers import TableLayers, find_table_layers
 from anygauge.engines.fsdp.lora import Adapters, add_adapters
+from anygauge.engines.fsdp.master_weights import MasterWeights, replace_parameters
 from anygauge.engines.fsdp.towers import Towers, take_out
 from anygauge.engines.fsdp.weights import StoredNames, load_weights, local_shards, warn_of_unused
 from anygauge.engines.media import freeze
@@ -79,6 +81,14 @@ class ShardedModel(nn.Module):
         self.names: Mapping[str, StoredNames] = {}
         """Where the checkpoint of the model has its tensors."""
         self.adapters = Adapters()
+        self.keeps_gathered = False
+        """Whether FSDP keeps gathered weights and whole gradients until a step's last micro-batch."""
+        self.table_layers = TableLayers()
+        """Modules that may take kernels of the table."""
+        self.recomputes_outputs = False
+        """Whether these compute their outputs again in the backward pass."""
+        self.masters: MasterWeights | None = None
+        """The weights that are trained, where one rank holds the model; otherwise FSDP has them."""
         if is_critic:
             _drop_output_layer(model, self.output_name)
             hidden = model.config.get_text_config().hidden_size
@@ -88,6 +98,34 @@ class ShardedModel(nn.Module):
     def decoder(self) -> Any:
         """Return the module from tokens, or their embeddings, to the last hidden states."""
         return self.model.get_decoder() if self.is_multimodal else self.model.base_model
+
+    def trained(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the weight of a parameter that an optimizer updates and a checkpoint has."""
+        return parameter if self.masters is None else self.masters.of(parameter)
+
+    def weights_changed(self) -> None:
+        """Let the model compute with weights that something else than the optimizer has written."""
+        if self.masters is not None:
+            self.masters.write_copies()
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Say whether a micro-batch is the last one of an optimizer step."""
+        if self.keeps_gathered:
+            sharded: Any = self
+            sharded.set_reshard_after_backward(is_last)
+            sharded.set_requires_gradient_sync(is_last)
+
+    def free_gathered(self) -> None:
+        """Free weights that passes without gradients have gathered."""
+        if self.keeps_gathered:
+            sharded: list[Any] = [*self.blocks, self]
+            for module in sharded:
+                module.reshard()
+
+    def take_gradients(self) -> None:
+        """Keep the gradients of a micro-batch for the optimizer."""
+        if self.masters is not None:
+            self.masters.take_gradients()
 
     def forward(self, inputs: Mapping[str, Any], rows: Tensor, compute: Compute) -> Any:
         """Return what is computed of the model's outputs, while the weights of the output layer are whole.
@@ -206,7 +244,9 @@ def build_model(
     is_critic: bool = False,
     trains: bool = True,
 ) -> ShardedModel:
-    """Build the model of ``model.path``, shard it over ranks and load its weights. A collective.
+    """Build the model of ``model.path``, shard it over ranks if there are several, and load its weights.
+
+    A collective.
 
     :param spec: Its family.
     :param hf: Its Hugging Face config.
@@ -226,7 +266,12 @@ def build_model(
     )
     root = ShardedModel(model, logprob, is_critic=is_critic, is_multimodal=is_multimodal)
     root.requires_grad_(trains).eval()  # dropout and noise of routers are for pretraining
+    if not trains:
+        for parameter in root.parameters():
+            parameter.data = parameter.data.to(dtype)
     left_out = [] if spec.media is None else _choose_towers(root, spec.media, hf, config)
+    root.recomputes_outputs = config.train.recompute == "elementwise" and trains
+    root.table_layers = find_table_layers(model, kernels, context.device.torch_device)
     lora = config.train.lora
     if lora.is_on and trains:
         root.adapters = add_adapters(root, lora, dtype)
@@ -235,14 +280,25 @@ def build_model(
     if config.train.recompute == "full" and trains:
         for layer in root.blocks:
             _recompute(layer)
-    _shard(root, root.blocks, dtype, mesh)
-    _materialize(root, context.device.torch_device)
+    sharded = is_sharded(mesh)
+    if sharded:
+        root.keeps_gathered = not config.train.parallel.reshard_after_forward
+        _shard(root, dtype, mesh)
+    _materialize(root, context.device.torch_device, sharded=sharded)
+    if not sharded:
+        root.masters = MasterWeights(root, dtype)
     root.names = load_weights(root, config.model.path)
     if not is_critic:  # whose policy has said the same
         warn_of_unused(config.model.path, unused)
     if root.adapters.layers:
         _start_adapters(root, config)
+    root.weights_changed()
     return root
+
+
+def is_sharded(mesh: DeviceMesh) -> bool:
+    """Return whether FSDP wraps the model. One rank would gather, cast and reduce for nothing."""
+    return mesh.size() > 1
 
 
 def _choose_towers(root: ShardedModel, media: MediaSpec, hf: Mapping[str, Any], config: Config) -> list[str]:
@@ -269,7 +325,7 @@ def _start_adapters(root: ShardedModel, config: Config) -> None:
 
 
 def torch_dtype(config: Config) -> torch.dtype:
-    """Return the dtype that the model computes in; its sharded weights are float32."""
+    """Return the dtype that the model computes in; weights that are trained are float32."""
     dtype: torch.dtype = getattr(torch, config.train.dtype or "float32")
     return dtype
 
@@ -354,7 +410,7 @@ def _recompute(layer: Any) -> None:
     layer.forward = recomputed
 
 
-def _shard(root: ShardedModel, layers: list[nn.Module], dtype: torch.dtype, mesh: DeviceMesh) -> None:
+def _shard(root: ShardedModel, dtype: torch.dtype, mesh: DeviceMesh) -> None:
     """Shard every layer, and what is left in the root.
 
     Gradients are summed over ranks, never averaged: the loss carries each token's weight in the mean of the
@@ -363,14 +419,22 @@ def _shard(root: ShardedModel, layers: list[nn.Module], dtype: torch.dtype, mesh
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
-    for module in (*layers, root):
-        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for module in (*root.blocks, root):
+        sharded: Any = fully_shard(
+            module, mesh=mesh, mp_policy=policy, reshard_after_forward=not root.keeps_gathered
+        )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 
 
-def _materialize(root: nn.Module, device: torch.device) -> None:
+def _materialize(root: nn.Module, device: torch.device, *, sharded: bool) -> None:
     """Give the parameters memory on the device; buffers keep their values."""
+    if not sharded:
+        replace_parameters(root, lambda parameter: torch.empty_like(parameter, device=device))
+        for module in root.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+        return
     values = {name: buffer.clone() for name, buffer in root.named_buffers()}
     root.to_empty(device=device)
     for name, buffer in root.named_buffers():

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anygauge.config.schema import Train
-from anygauge.engines.fsdp.weights import LocalShard
+from anygauge.engines.fsdp.master_weights import MasterWeights
+from anygauge.engines.fsdp.weights import LocalShard, local
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.optimizers import FusedOptimizer
 
@@ -26,7 +27,21 @@ class ShardedOptimizer:
     :param shards: Those that learn. Matrices and embeddings decay; norms and biases do not.
     """
 
-    def __init__(self, shards: Sequence[LocalShard], train: Train, context: WorkerContext) -> None:
+    def __init__(
+        self,
+        shards: Sequence[LocalShard],
+        train: Train,
+        context: WorkerContext,
+        masters: MasterWeights | None = None,
+    ) -> None:
+        """Make the optimizer of the config.
+
+        :param masters: Where one rank holds the model.
+        """
+        self._masters = masters
+        self._gradients: list[list[Tensor]] = []
+        """Flat gradients by group, from :meth:`norm` to :meth:`step`."""
+        self._copies: list[list[Tensor | None]] = []
         self._limit = train.clip_grad
         by_decay = {decays: [s for s in shards if (s.tensor.dim() > 1) == decays] for decays in (True, False)}
         self._groups = [group for group in by_decay.values() if group]
@@ -52,31 +67,34 @@ class ShardedOptimizer:
 
     def begin(self) -> None:
         """Drop the gradients of the step before."""
+        self._gradients = []
         for shard in self._shards():
             shard.tensor.grad = None
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients, on the device. A collective; the gradients are all there."""
-        gradients = [each for group in self._gradients() for each in group]
-        squares = torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).square().sum()
+        self._gradients = [[self._gradient(shard) for shard in group] for group in self._groups]
+        flat = [each for group in self._gradients for each in group]
+        squares = torch.stack(torch._foreach_norm(flat, 2, torch.float32)).square().sum()
         if not self._is_first_copy:
             squares.zero_()
         dist.all_reduce(squares)
+        if isinstance(self.inner, FusedOptimizer):  # while the device computes
+            self._copies = [[self._copy(shard) for shard in group] for group in self._groups]
+            self.inner.prepare(self._gradients, self._copies)
         return squares.sqrt()
 
     def step(self, norm: float, lr: float) -> None:
-        """Update the weights.
+        """Update the weights, after :meth:`norm`.
 
         :param norm: Result of :meth:`norm`, on the host.
         """
         for group in self.inner.param_groups:
             group["lr"] = lr
         scale = min(1.0, self._limit / (norm + _TINY)) if self._limit > 0 else 1.0
-        gradients = self._gradients()
+        gradients, self._gradients = self._gradients, []
         if isinstance(self.inner, FusedOptimizer):
-            copies: list[list[Tensor | None]] = [[None] * len(group) for group in gradients]
-            self.inner.prepare(gradients, copies)
-            self.inner.step_from(gradients, scale, copies)
+            self.inner.step_from(gradients, scale, self._copies)
             return
         for group, own in zip(self._groups, gradients, strict=True):
             for shard, gradient in zip(group, own, strict=True):
@@ -85,22 +103,26 @@ class ShardedOptimizer:
             torch._foreach_mul_([each for group in gradients for each in group], scale)
         self.inner.step()
         self.inner.zero_grad()
+        if self._masters is not None:
+            self._masters.write_copies()
 
     def state(self) -> Iterator[Tensor]:
         """Yield what the optimizer keeps beside the weights."""
         for state in self.inner.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def _gradients(self) -> list[list[Tensor]]:
-        """Return the gradients by group, flat; zeros for a weight that had no part in the step."""
-        return [[self._gradient(shard) for shard in group] for group in self._groups]
-
     def _gradient(self, shard: LocalShard) -> Tensor:
+        """Return a gradient, flat; zeros for a weight that had no part in the step."""
         gradient: Any = shard.tensor.grad
         if gradient is None:
             return torch.zeros_like(self.mains[shard.name])
-        flat: Tensor = gradient.to_local().view(-1)
+        flat: Tensor = local(gradient).view(-1)
         return flat
+
+    def _copy(self, shard: LocalShard) -> Tensor | None:
+        """Return what the model computes with, flat, where the optimizer writes it."""
+        copy = None if self._masters is None else self._masters.copy_of(shard.tensor)
+        return None if copy is None else copy.detach().view(-1)
 
     def _shards(self) -> Iterator[LocalShard]:
         for group in self._groups:

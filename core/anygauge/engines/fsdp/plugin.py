@@ -82,6 +82,7 @@ def check_config(config: Any) -> Iterator[ConfigProblem]:
         if role != "train" and getattr(config, role).parallel is None:
             continue
         sizes = train.parallel.model_dump(exclude_defaults=True)
+        sizes.pop("reshard_after_forward", None)
         replicas, workers = sizes.pop("replicate", 1), config.placement.train_workers
         if workers % replicas:
             hint = f"placement.train_workers = {workers} must be a multiple of it"
@@ -92,8 +93,8 @@ def check_config(config: Any) -> Iterator[ConfigProblem]:
 
 
 def _unsupported(train: Any) -> Iterator[ConfigProblem]:
-    hint = f"train.engine = {FSDP!r} recomputes nothing or whole layers: write none or full"
-    if train.recompute not in ("none", "full"):
+    hint = f"train.engine = {FSDP!r} has none, elementwise and full"
+    if train.recompute == "selective":
         yield ConfigProblem(path="train.recompute", found=train.recompute, hint=hint)
     if train.router_replay:
         hint = f"train.engine = {FSDP!r} keeps no routes; leave it out, or take Megatron"

@@ -20,7 +20,6 @@ from anygauge.engines.fsdp.attention import ATTENTION, packing_arguments
 from anygauge.engines.fsdp.batch import model_inputs
 from anygauge.engines.fsdp.model import Outputs, ShardedModel
 from anygauge.engines.fsdp.towers import Tower
-from anygauge.engines.norms import bind_norm
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import ConfigError
 
@@ -56,7 +55,7 @@ _log = logging.getLogger(__name__)
 def check_at_start(
     root: ShardedModel, kernels: KernelTable, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Set how the model is run: its norms, attention, ``is_packed`` and ``logit_scale``. A collective.
+    """Set how the model is run: its layers, attention, ``is_packed`` and ``logit_scale``. A collective.
 
     :raises ConfigError: Its results differ in every way that there is, or a model with towers computes its
         logits otherwise than from hidden states.
@@ -103,7 +102,7 @@ class _Check:
         model, decoder = self.root.model, self.root.decoder
         _use_attention(model, "eager")
         expected = self.alone(is_packed=False)
-        self.choose_norms(expected)
+        self.bind_layers(expected)
         _use_attention(decoder, ATTENTION)
         reason = self.difference(expected, is_packed=True)
         if not reason:
@@ -121,16 +120,17 @@ class _Check:
             hint="No train engine of transformers' models can train it.",
         )
 
-    def choose_norms(self, expected: Sequence[Tensor]) -> None:
-        """Let norms take the kernels of the table, unless the model's are other ones by the same name."""
+    def bind_layers(self, expected: Sequence[Tensor]) -> None:
+        """Let layers take the kernels of the table, unless the model as a whole then computes otherwise."""
         with_towers = [*expected, *self.tower_features()]
-        modules = [(module, type(module)) for module in self.root.model.modules()]
-        for module, _ in modules:
-            bind_norm(module, self.kernels, self.dtype)
+        recompute = self.root.recomputes_outputs
+        restore = self.root.table_layers.bind(self.kernels, self.dtype, recompute=recompute)
         bound = [*self.alone(is_packed=False), *self.tower_features()]
-        if self.error(bound, with_towers) > self.tolerance.alone:
-            for module, kind in modules:
-                module.__class__ = kind
+        if (off := self.error(bound, with_towers)) > self.tolerance.alone:
+            restore()
+            if dist.get_rank() == 0:
+                text = "%s: no layer takes a kernel of the backend: results differ by %.1f%%"
+                _log.warning(text, type(self.root.model).__name__, 100 * off)
 
     def tower_features(self) -> list[Tensor]:
         """Return the features of each tower for some contents, ``[N, H]``, float32."""

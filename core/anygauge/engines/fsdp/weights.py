@@ -25,6 +25,7 @@ __all__ = [
     "base_shards",
     "full_weights",
     "load_weights",
+    "local",
     "local_shards",
     "warn_of_unused",
     "whole",
@@ -47,13 +48,12 @@ class LocalShard:
     name: str
     """In a checkpoint."""
     tensor: Tensor
-    """The parameter, a :class:`DTensor`, or the buffer."""
+    """The parameter, a :class:`DTensor` if several ranks share it, or the buffer."""
 
     @property
     def local(self) -> Tensor:
         """Return this rank's rows; they share the memory of the parameter."""
-        detached = self.tensor.detach()
-        return detached.to_local() if isinstance(detached, DTensor) else detached
+        return local(self.tensor.detach())
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -75,10 +75,11 @@ class LocalShard:
         return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
 
 
-def local_shards(root: nn.Module) -> list[LocalShard]:
+def local_shards(root: Any) -> list[LocalShard]:
     """Return the parameters and persistent buffers of a model, each once."""
     kept = root.state_dict(keep_vars=True).keys()
-    named = [*root.named_parameters(), *((n, b) for n, b in root.named_buffers() if n in kept)]
+    buffers = ((name, buffer) for name, buffer in root.named_buffers() if name in kept)
+    named = [*((name, root.trained(parameter)) for name, parameter in root.named_parameters()), *buffers]
     return [LocalShard(name.removeprefix(ROOT), tensor) for name, tensor in named]
 
 
@@ -282,8 +283,8 @@ def full_weights(
     :param dtype: Dtype of the parameters; buffers keep theirs.
     """
     for shard in base_shards(root):
-        tensor = root.adapters.merged(shard)
-        full = whole(tensor.to(dtype)) if isinstance(tensor, DTensor) else tensor
+        tensor = root.adapters.merged(shard, root.trained)
+        full = whole(tensor.to(dtype)) if isinstance(shard.tensor, nn.Parameter) else tensor
         stored = names.get(shard.name, StoredNames([[shard.name]]))
         if not stored.is_stack:
             yield stored.experts[0][0], full.mT.contiguous() if stored.is_turned else full
@@ -292,7 +293,11 @@ def full_weights(
             yield from zip(expert, part.chunk(len(expert)), strict=True)
 
 
-def whole(tensor: Any) -> Tensor:
-    """Return all of a sharded tensor. A collective."""
-    full: Tensor = tensor.full_tensor()
-    return full
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor that may be sharded. A collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

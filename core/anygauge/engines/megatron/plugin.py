@@ -98,6 +98,9 @@ def _replicas(config: Any) -> Iterator[ConfigProblem]:
     """Yield copies of a sharded model, which this engine does not have."""
     for role in ("train", "critic", "teacher"):
         sizes = getattr(config, role).parallel
+        if sizes is not None and not sizes.reshard_after_forward:
+            hint = "train.engine = 'megatron' gathers no weights in its layers; leave it out"
+            yield ConfigProblem(path=f"{role}.parallel.reshard_after_forward", found=False, hint=hint)
         if sizes is not None and sizes.replicate > 1:
             hint = "train.engine = 'megatron' copies the model to the workers that are left; leave it out"
             yield ConfigProblem(path=f"{role}.parallel.replicate", found=sizes.replicate, hint=hint)

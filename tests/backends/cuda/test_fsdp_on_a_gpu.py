@@ -1,0 +1,103 @@
+"""The FSDP engine on a GPU against itself on the CPU (marker ``cuda``): the kernels of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anygauge.config import Config
+from anygauge.plugins import load_plugins
+from anygauge.testing.tiny import tiny_qwen3
+from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
+
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
+
+VOCAB = 64
+
+
+@pytest.fixture(scope="module")
+def contexts() -> Iterator[dict[str, WorkerContext]]:
+    """Return the contexts of a lone process on both devices."""
+    plugins = load_plugins()
+    cpu, cuda = (plugins.get("register_backends", name) for name in ("cpu", "cuda"))
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield {
+        backend.name: WorkerContext(
+            rank=0, world_size=1, backend=backend, device=plugins.make_device(backend, 0), plugins=plugins
+        )
+        for backend in (cpu, cuda)
+    }
+    dist.destroy_process_group()
+
+
+def make(context: WorkerContext, path: Path, **train: Any) -> Any:
+    config = Config.model_validate(
+        {
+            "run": {"name": "test", "steps": 10},
+            "model": {"path": path},
+            "data": {"train": []},
+            "reward": {"function": "none"},
+            "train": {"engine": "fsdp", "lr": 1e-3, "micro_batch_tokens": 64, **train},
+        }
+    )
+    return context.plugins.get("register_train_engines", "fsdp").make(config, context)
+
+
+def samples() -> list[TrainSample]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        TrainSample(
+            tokens=torch.randint(18, VOCAB, (length,), generator=generator).tolist(),
+            response_length=response,
+            loss_mask=[1] * response,
+            rollout_log_probs=[-0.5] * response,
+            advantages=[1.0] * response,
+        )
+        for length, response in ((17, 5), (40, 20), (33, 30))
+    ]
+
+
+def likelihood(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    return -(inputs.log_probs * inputs.loss_weights).sum(), {}
+
+
+def take_steps(engine: Any) -> list[Mapping[str, float]]:
+    total = sum(sample.response_length for sample in samples())
+    return [
+        batches.train_step(
+            engine,
+            samples(),
+            likelihood,
+            temperature=1.0,
+            loss_weights=[[1 / total] * sample.response_length for sample in samples()],
+            old_log_probs=[sample.rollout_log_probs for sample in samples()],
+            reference_log_probs=None,
+            entropy_grad=False,
+        )
+        for _ in range(3)
+    ]
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_steps_are_those_on_the_cpu(
+    contexts: dict[str, WorkerContext], tmp_path: Path, dtype: str, tolerance: float, lora: dict[str, int]
+) -> None:
+    path = tiny_qwen3(tmp_path / "qwen3", vocab_size=VOCAB, head_dim=32, init_std=0.2)
+    # One after the other: transformers has one attention function by the engine's name in a process.
+    ours = make(contexts["cuda"], path, dtype=dtype, lora=lora)
+    layer = ours.root.layers[0]
+    kinds = [type(part).__name__ for part in (layer.self_attn, layer.mlp, layer.input_layernorm)]
+    assert kinds == ["TableQwen3Attention", "TableQwen3MLP", "_TableNorm"]
+    steps = take_steps(ours)
+    for step, other in zip(steps, take_steps(make(contexts["cpu"], path, lora=lora)), strict=True):
+        assert step["loss"] == pytest.approx(other["loss"], rel=tolerance)
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=tolerance)
