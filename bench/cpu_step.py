@@ -1,7 +1,8 @@
 """Train steps and whole GRPO steps on the CPU, beside plain transformers and AdamW, in one process.
 
-    python bench/cpu_step.py            # both vocabularies, median of 7 alternated runs
-    python bench/cpu_step.py --runs 3   # a quicker look
+    python bench/cpu_step.py                 # both vocabularies, median of 7 alternated runs
+    python bench/cpu_step.py --runs 3        # a quicker look
+    python bench/cpu_step.py --engine fsdp   # the FSDP engine
 
 Both sides do the same work: the log-probabilities of 4 x 256 tokens, their negative mean as loss, gradient
 clipping at 1 and AdamW in float32. The plain side is what one would write first: ``model(tokens)``,
@@ -51,15 +52,15 @@ def context() -> WorkerContext:
     )
 
 
-def make_config(path: Path) -> Config:
-    """Return the config of both engines."""
+def make_config(path: Path, engine: str) -> Config:
+    """Return the config of both the train and the rollout engine."""
     return Config.model_validate(
         {
             "run": {"name": "bench", "steps": 1000},
             "model": {"path": path},
             "data": {"train": []},
             "reward": {"function": "none"},
-            "train": {"lr": 1e-4, "micro_batch_tokens": 16_384},
+            "train": {"engine": engine, "lr": 1e-4, "micro_batch_tokens": 16_384},
         }
     )
 
@@ -121,12 +122,13 @@ def engine_train_step(engine: Any, tokens: torch.Tensor) -> Callable[[], object]
     return lambda: engine.train_step(replace(batch), likelihood, temperature=1.0, entropy_grad=False)
 
 
-def bench_train_step(path: Path, worker: WorkerContext, vocab: int, runs: int) -> None:
+def bench_train_step(path: Path, worker: WorkerContext, vocab: int, runs: int, engine_name: str) -> None:
     """Print tokens per second of a train step on both sides."""
     tokens = torch.randint(0, vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     model = AutoModelForCausalLM.from_pretrained(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
-    engine = worker.plugins.get("register_train_engines", "megatron").make(make_config(path), worker)
+    config = make_config(path, engine_name)
+    engine = worker.plugins.get("register_train_engines", engine_name).make(config, worker)
     result = alternate(
         runs, 3, plain=plain_train_step(model, optimizer, tokens), anygauge=engine_train_step(engine, tokens)
     )
@@ -204,15 +206,15 @@ def with_reward(sample: Any, score: Callable[[Sequence[int]], float]) -> Any:
     return sample._replace(reward=score(sample.response_tokens))
 
 
-def bench_grpo_step(path: Path, worker: WorkerContext, vocab: int, runs: int) -> None:
+def bench_grpo_step(path: Path, worker: WorkerContext, vocab: int, runs: int, engine_name: str) -> None:
     """Print generated and trained tokens per second of a whole step on both sides."""
     prompts = torch.randint(
         0, vocab - 2, (PROMPTS, PROMPT_LENGTH), generator=torch.Generator().manual_seed(0)
     )
     model = AutoModelForCausalLM.from_pretrained(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
-    config = make_config(path)
-    trainer = worker.plugins.get("register_train_engines", "megatron").make(config, worker)
+    config = make_config(path, engine_name)
+    trainer = worker.plugins.get("register_train_engines", engine_name).make(config, worker)
     rollout = worker.plugins.get("register_rollout_engines", "transformers").make(config, worker)
 
     def score(tokens: Sequence[int]) -> float:
@@ -233,6 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="CPU step benchmark")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--engine", choices=("megatron", "fsdp"), default="megatron")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     worker = context()
@@ -245,8 +248,8 @@ def main() -> None:
             tiny_qwen3(
                 directory, vocab_size=vocab, hidden=256, head_dim=64, mlp=768, tied=True, tokenizer=tokenizer
             )
-            bench_train_step(Path(directory), worker, vocab, arguments.runs)
-            bench_grpo_step(Path(directory), worker, vocab, arguments.runs)
+            bench_train_step(Path(directory), worker, vocab, arguments.runs, arguments.engine)
+            bench_grpo_step(Path(directory), worker, vocab, arguments.runs, arguments.engine)
 
 
 if __name__ == "__main__":

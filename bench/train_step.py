@@ -4,15 +4,20 @@
     python bench/train_step.py --backend cuda --lengths 4096 4096 4096 4096
     python bench/train_step.py --backend cuda --shape 0.6b --sides anygauge liger
     python bench/train_step.py --backend cuda --sides anygauge --profile   # where the time goes
+    python bench/train_step.py --backend cuda --sides fsdp lora liger liger-masters   # the FSDP engine
     python bench/train_step.py --backend cuda --sides anygauge images frozen   # 8 images of 1 megapixel
     python bench/train_step.py --shape tiny --lengths 64 32            # that it runs, on the host
     python bench/train_step.py --shape tiny --lengths 64 32 --pixels 32 --sides anygauge images frozen
 
 Weights and tokens are random. Every side computes the mean likelihood of all tokens, clips the gradient at 1
-and takes a step of AdamW, without recomputing anything. anygauge trains in bfloat16 with float32 main
-gradients and master weights; the others hold everything in bfloat16, with torch's fused AdamW. They get
-sequences of unequal lengths as rows that are filled up. Each side has a process of its own; the ceiling is a
-product of two matrices of 8192 x 8192 in it. Operations are those of the model, three times its forward pass.
+and takes a step of AdamW, without recomputing anything. `anygauge` (the Megatron engine) and `fsdp` train in
+bfloat16 with float32 main gradients and master weights; `liger` and `transformers` hold everything in
+bfloat16, with torch's fused AdamW, and `liger-masters` is Liger with float32 masters. These get sequences
+of unequal lengths as rows that are filled up. Each side has a process of its own; the ceiling is a product of
+two matrices of 8192 x 8192 in it. Operations are those of the model, three times its forward pass.
+
+`lora` is the FSDP engine with adapters of rank 16 on all layers but the output: its operations are twice the
+forward pass, since the base gets no gradients.
 
 `images` is a step of Qwen3-VL in anygauge, whose decoder has the same shape and as many tokens: most hold the
 places of images. `frozen` does not train the tower, whose operations are counted once. Every image is another
@@ -36,7 +41,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-SIDES = ("anygauge", "liger", "transformers", "images", "frozen")
+SIDES = ("anygauge", "liger", "transformers", "fsdp", "lora", "liger-masters", "images", "frozen")
+FSDP = ("fsdp", "lora")
 SEEING = ("images", "frozen")
 WARM_UP = 3
 GIB = 1 << 30
@@ -164,8 +170,6 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     prepare_megatron(plugins, backend)
     device = plugins.make_device(backend, 0)
     dist.init_process_group(backend.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
-    from anygauge.engines.megatron.engine import MegatronEngine
-
     train = {"lr": 1e-5, "dtype": args.dtype, "micro_batch_tokens": args.micro_batch or sum(args.lengths)}
     side = args.sides[0]
     config = Config.model_validate(
@@ -176,7 +180,8 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
             "reward": {"function": "none"},
             "train": {
                 **train,
-                "megatron": json.loads(args.megatron),
+                **({"engine": "fsdp"} if side in FSDP else {"megatron": json.loads(args.megatron)}),
+                "lora": {"rank": 16} if side == "lora" else {},
                 "recompute": args.recompute,
                 "freeze": ["vision"] if side == "frozen" else [],
             },
@@ -186,7 +191,7 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     context = WorkerContext(
         rank=0, world_size=1, backend=backend, device=device, plugins=plugins, media=pictures
     )
-    engine = MegatronEngine(config, context, build=random_policy)
+    engine = (random_fsdp if side in FSDP else random_megatron)(config, context)
     if side in SEEING:
         samples = [sample_of(TrainSample, *row) for row in vision_rows(args)]
     else:
@@ -204,6 +209,32 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     # another object each time is planned and packed each time
     yield lambda: engine.train_step(replace(batch), likelihood, temperature=1.0, entropy_grad=False)
     dist.destroy_process_group()
+
+
+def random_megatron(config: Any, context: Any) -> Any:
+    """Return the Megatron engine with random weights."""
+    from anygauge.engines.megatron.engine import MegatronEngine
+
+    return MegatronEngine(config, context, build=random_policy)
+
+
+def random_fsdp(config: Any, context: Any) -> Any:
+    """Return the FSDP engine with random weights, in the place of those of a file."""
+    import torch
+
+    from anygauge.engines.fsdp import model
+    from anygauge.engines.fsdp.engine import FsdpEngine
+    from anygauge.engines.fsdp.weights import StoredNames, base_shards
+
+    def fill(root: Any, path: Path) -> dict[str, StoredNames]:
+        torch.manual_seed(0)
+        for shard in base_shards(root):
+            shard.local.normal_(std=0.02) if shard.tensor.dim() > 1 else shard.local.fill_(1.0)
+        return {}
+
+    model.load_weights = fill
+    model.warn_of_unused = lambda *_: None
+    return FsdpEngine(config, context)
 
 
 def random_policy(*args: Any) -> Any:
@@ -291,7 +322,8 @@ def transformers_step(args: argparse.Namespace, folder: Path) -> Iterator[Callab
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if args.sides == ["liger"]:
+    side = args.sides[0]
+    if side.startswith("liger"):
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3, apply_liger_kernel_to_qwen3_moe
 
         apply_liger_kernel_to_qwen3()
@@ -304,14 +336,22 @@ def transformers_step(args: argparse.Namespace, folder: Path) -> Iterator[Callab
             attn_implementation="sdpa",
         )
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
+    own = list(model.parameters())
+    masters = [each.detach().float() for each in own] if side.endswith("masters") else own
+    optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0, fused=True)
     inputs, labels = filled_rows(token_rows(args), device)
 
     def step() -> None:
         model(**inputs, labels=labels, use_cache=False).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(own, 1.0)
+        if masters is not own:
+            for master, each in zip(masters, own, strict=True):
+                master.grad, each.grad = each.grad.float(), None
         optimizer.step()
         optimizer.zero_grad()
+        if masters is not own:
+            with torch.no_grad():
+                torch._foreach_copy_(own, masters)
 
     yield step
 
@@ -343,7 +383,7 @@ def token_rows(args: argparse.Namespace) -> list[list[int]]:
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Return milliseconds, GiB and the ceiling of one side, in this process."""
-    side = anygauge_step if args.sides[0] in ("anygauge", *SEEING) else transformers_step
+    side = anygauge_step if args.sides[0] in ("anygauge", *FSDP, *SEEING) else transformers_step
     with tempfile.TemporaryDirectory() as name:
         Path(name, "config.json").write_text(json.dumps(config_of(args)))
         with side(args, Path(name)) as step:
@@ -479,7 +519,7 @@ def operations(config: dict[str, Any], lengths: Sequence[int]) -> float:
 
 def operations_of(side: str, args: argparse.Namespace) -> float:
     """Return the operations of a step of a side, with those of the tower where it has one."""
-    total = operations(SHAPES[args.shape], args.lengths)
+    total = operations(SHAPES[args.shape], args.lengths) * (2 / 3 if side == "lora" else 1)
     if side not in SEEING:
         return total
     from anygauge_models.qwen3_vl.vision import flops
@@ -490,7 +530,7 @@ def operations_of(side: str, args: argparse.Namespace) -> float:
 
 def in_own_process(side: str, args: argparse.Namespace) -> dict[str, float] | None:
     """Return the figures of one side, or ``None`` where it failed; its last words are printed."""
-    if side == "liger" and importlib.util.find_spec("liger_kernel") is None:
+    if side.startswith("liger") and importlib.util.find_spec("liger_kernel") is None:
         print("liger is not installed", file=sys.stderr)
         return None
     command = [sys.executable, __file__, "--alone", "--sides", side, "--shape", args.shape]
@@ -524,7 +564,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="4b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 4096])
-    parser.add_argument("--sides", choices=SIDES, nargs="+", default=list(SIDES[:3]))
+    parser.add_argument("--sides", choices=SIDES, nargs="+", default=list(SIDES[:4]))
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--runs", type=int, default=5)
