@@ -5,11 +5,12 @@ Shape suffix: G samples of a group.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["dr_grpo", "grpo", "rloo"]
 
@@ -35,7 +36,7 @@ def grpo(rewards_G: Tensor, *, center: bool = True, scale: bool = True, eps: Not
         return rewards_G.clone()
     # Compared, not computed: the rounding error of a mean, divided by eps, is a visible advantage.
     if bool((rewards_G == rewards_G[:1]).all()):
-        return torch.zeros_like(rewards_G)
+        return rewards_G.new_zeros(rewards_G.shape)
     advantages_G = rewards_G - rewards_G.mean() if center else rewards_G
     return advantages_G / (rewards_G.std() + eps) if scale else advantages_G
 

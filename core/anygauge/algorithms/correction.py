@@ -17,15 +17,16 @@ A ratio below exp(-20) or above exp(20) counts as one of these two.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, assert_never, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, assert_never, get_args
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from anygauge.algorithms.sample_sums import sample_means, sample_sums
 from anygauge_hooks.algorithms import Correction
 from anygauge_hooks.engines import LossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Level", "icepop", "metrics_only", "mis", "rejection", "sequence_mask", "tis", "veto"]
 
@@ -102,7 +103,7 @@ def rejection(inputs: LossInputs, *, level: Level, low: NotNegative, high: Posit
     :returns: The mask.
     """
     ratio = _ratio(inputs, level)
-    mask = torch.ones_like(ratio).masked_fill(_outside(ratio, low, high), 0.0)
+    mask = ratio.new_ones(ratio.shape).masked_fill(_outside(ratio, low, high), 0.0)
     return Correction(mask, by_sample=level != "token")
 
 
@@ -134,7 +135,7 @@ def sequence_mask(inputs: LossInputs, *, delta: NotNegative) -> Correction:
     """
     log_ratio = _bounded(inputs.rollout_log_probs - inputs.log_probs)
     masked = (inputs.advantages < 0) & (sample_means(log_ratio, inputs) > delta)
-    return Correction(torch.ones_like(inputs.loss_weights).masked_fill(masked, 0.0))
+    return Correction(inputs.loss_weights.new_ones(inputs.loss_weights.shape).masked_fill(masked, 0.0))
 
 
 def metrics_only(inputs: LossInputs) -> Correction:

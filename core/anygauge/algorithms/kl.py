@@ -12,9 +12,10 @@ KL(reference || policy), and that of ``k1`` is zero in expectation.
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["KlType", "kl_divergence", "top_k_kl"]
 

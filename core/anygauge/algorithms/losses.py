@@ -11,19 +11,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from anygauge.algorithms.kl import KlType, kl_divergence, top_k_kl
 from anygauge.algorithms.sample_sums import sample_means
 from anygauge_hooks.engines import LossFunction, LossInputs
 from anygauge_hooks.errors import PluginError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["bind_options", "cispo", "gspo", "policy_gradient", "policy_objective", "ppo_clip", "sft"]
 
-Metrics = Mapping[str, Tensor]
+Metrics = Mapping[str, "Tensor"]
 
 _MAX_LOG_RATIO = 20.0
 """exp(20) is 4.9e8: far outside any clip range, and its square is still finite in float32."""
@@ -144,6 +144,8 @@ class _BoundLoss:
 
 def _result_problem(result: Any) -> str | None:
     """Return how a policy loss's result breaks the contract, or ``None``."""
+    from torch import Tensor
+
     if not isinstance(result, tuple | list) or len(result) != 2:
         return f"it returned {_described(result)}"
     loss, metrics = result
@@ -156,6 +158,8 @@ def _result_problem(result: Any) -> str | None:
 
 def _described(value: Any) -> str:
     """Return a value for a message; a tensor by its shape."""
+    from torch import Tensor
+
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, tuple | list):
@@ -229,12 +233,12 @@ def _clipped_surrogate(
 ) -> tuple[Tensor, Metrics]:
     unclipped = -ratio * x.advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * x.advantages
-    losses = torch.maximum(unclipped, clipped)
+    losses = unclipped.maximum(clipped)
     shares = {"pg_clipfrac": clipped > unclipped}
     if dual_clip is not None:
         bound = -dual_clip * x.advantages
         shares["pg_clipfrac_lower"] = (x.advantages < 0) & (losses > bound)
-        losses = torch.where(x.advantages < 0, torch.minimum(losses, bound), losses)
+        losses = losses.minimum(bound).where(x.advantages < 0, losses)
     loss = _sum(losses, x)
     metrics = {"pg_loss": loss.detach(), "ratio": _metric(ratio.detach(), x), **_log_prob_metrics(x)}
     return loss, metrics | {name: _metric(share.to(ratio.dtype), x) for name, share in shares.items()}
@@ -259,6 +263,8 @@ def _log_prob_metrics(x: LossInputs) -> dict[str, Tensor]:
 
 def _masked(inputs: LossInputs) -> LossInputs:
     """Put 0 wherever the mask is 0: 0 times a non-finite value would not be 0, forward or backward."""
+    from torch import Tensor
+
     counts = inputs.loss_mask != 0
     masked: dict[str, Any] = {}
     for field in fields(inputs):

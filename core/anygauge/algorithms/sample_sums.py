@@ -6,10 +6,12 @@ whole responses before the loss sees them, so these are the same in one process 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from anygauge_hooks.engines import LossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["sample_mean_weights", "sample_means", "sample_sums"]
 
@@ -34,10 +36,12 @@ def sample_mean_weights(x: LossInputs) -> Tensor:
 
     The shares themselves add up to the number of samples that have a token that counts.
     """
-    return x.loss_mask / sample_sums(torch.ones_like(x.loss_mask), x).clamp(min=1)
+    return x.loss_mask / sample_sums(x.loss_mask.new_ones(x.loss_mask.shape), x).clamp(min=1)
 
 
 def _spread(values: Tensor, x: LossInputs) -> tuple[Tensor, Tensor]:
+    import torch
+
     assert sum(x.lengths) == len(values), "what concerns whole samples needs their lengths"
     lengths = torch.tensor(x.lengths, device=values.device, dtype=torch.int64)
     sample = torch.repeat_interleave(lengths, output_size=len(values))

@@ -6,9 +6,10 @@ Shape suffixes: N samples, T their response tokens end to end, C those that coun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["discounted_sums", "last_tokens", "sample_of_token"]
 
@@ -24,6 +25,8 @@ def discounted_sums(values_C: Tensor, decay: float, lengths: Sequence[int]) -> T
     :param lengths: Length of each sequence; they add up to ``C``.
     :returns: ``[C]``, the dtype of ``values_C``.
     """
+    import torch
+
     sums, factors = values_C, torch.full_like(values_C, decay)
     factors[last_tokens(lengths)] = 0.0
     reach, longest = 1, max(lengths, default=0)
@@ -36,10 +39,14 @@ def discounted_sums(values_C: Tensor, decay: float, lengths: Sequence[int]) -> T
 
 def last_tokens(lengths: Sequence[int]) -> Tensor:
     """Return the index of the last token of each non-empty sequence, int64."""
+    import torch
+
     counts = torch.tensor(lengths, dtype=torch.int64)
     return counts.cumsum(0)[counts > 0] - 1
 
 
 def sample_of_token(lengths: Sequence[int]) -> Tensor:
     """Return the sequence index of each token, ``[T]``, int64."""
+    import torch
+
     return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))

@@ -8,15 +8,16 @@ samples, T their response tokens end to end, C those that count.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from anygauge.algorithms.scan import discounted_sums, last_tokens, sample_of_token
 from anygauge.algorithms.whitening import whiten
 from anygauge_hooks.algorithms import AdvantageInputs, TokenAdvantages
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "gae",
@@ -47,6 +48,8 @@ def token_rewards(
     :param kl_T: ``[T]``, an estimate of the KL divergence from the reference, in nats.
     :returns: ``[T]``; 0 where a token does not count.
     """
+    import torch
+
     counts = mask_T != 0
     rewards_T = torch.zeros_like(mask_T)
     if kl_T is not None:
@@ -107,6 +110,8 @@ def on_policy_distillation(inputs: AdvantageInputs) -> TokenAdvantages:
 
     :param inputs: With the teacher's log-probabilities.
     """
+    import torch
+
     assert inputs.teacher_log_probs is not None, "needs a teacher"
     assert inputs.log_probs is not None, "needs old log-probs"
     difference_T = inputs.teacher_log_probs - inputs.log_probs
@@ -115,6 +120,8 @@ def on_policy_distillation(inputs: AdvantageInputs) -> TokenAdvantages:
 
 def _counted(mask_T: Tensor, lengths: Sequence[int]) -> list[int]:
     """Return how many tokens of each sample count."""
+    import torch
+
     counts = torch.zeros(len(lengths), dtype=torch.int64)
     counted: list[int] = counts.index_add_(0, sample_of_token(lengths), (mask_T != 0).long()).tolist()
     return counted

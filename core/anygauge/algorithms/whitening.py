@@ -7,13 +7,14 @@ context-parallel group, which know the same responses, are one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["explained_variance", "masked_mean", "whiten"]
 
-Total = Callable[[Tensor], Tensor]
+Total = Callable[["Tensor"], "Tensor"]
 
 
 def whiten(values_T: Tensor, mask_T: Tensor, total: Total, *, eps: float = 1e-8) -> Tensor:
@@ -30,7 +31,7 @@ def whiten(values_T: Tensor, mask_T: Tensor, total: Total, *, eps: float = 1e-8)
     x = values_T[counts].double()
     count, mean = _mean(x, total)
     variance = total((x - mean).square().sum()) / (count - 1).clamp(min=1)
-    result = torch.zeros_like(values_T)
+    result = values_T.new_zeros(values_T.shape)
     result[counts] = ((x - mean) * (variance + eps).rsqrt()).to(values_T.dtype)
     return result
 
@@ -49,6 +50,8 @@ def explained_variance(values_T: Tensor, returns_T: Tensor, mask_T: Tensor, tota
     :returns: 1 for a critic that knew, 0 for one that knew no more than the mean, and 0 for returns that are
         all equal.
     """
+    import torch
+
     counts = mask_T != 0
     returns = returns_T[counts].double()
     both = torch.stack((returns, returns - values_T[counts].double()))
@@ -59,6 +62,8 @@ def explained_variance(values_T: Tensor, returns_T: Tensor, mask_T: Tensor, tota
 
 def _mean(x: Tensor, total: Total) -> tuple[Tensor, Tensor]:
     """Return the number of tokens on all ranks, and the mean along the last dimension."""
+    import torch
+
     sums = x.sum(-1).reshape(-1)
     totals = total(torch.cat((sums.new_tensor([x.shape[-1]]), sums)))
     mean = totals[1:] / totals[0].clamp(min=1)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from anygauge.algorithms import plugin
+from anygauge.algorithms import advantages, plugin
 from anygauge.config import Config
 from anygauge.config.check import check
 from anygauge.config.load import LoadedConfig
-from anygauge.config.rules.algorithm import compares, has_critic, has_teacher
+from anygauge.config.rules.algorithm import compares, has_critic, has_teacher, value_problems
 from anygauge.config.rules.correction import stale_rule
 from anygauge.plugins import Plugins
 from anygauge_hooks import hookimpl
@@ -409,3 +409,9 @@ def test_a_bound_on_age_is_within_that_of_the_schedule(schedule: Any, bound: int
     hints = [problem.hint for problem in stale_rule(config, ())]
     assert len(hints) == bool(hint)
     assert all(hint in found for found in hints)
+
+
+def test_options_are_checked_beside_arguments_of_types_that_are_not_imported() -> None:
+    function = NamedFunction(name="grpo", fn=advantages.grpo)  # rewards_G is a Tensor for type checkers alone
+    problems = [*value_problems("options", function, {"scale": True, "eps": -1.0, "unknown": 1})]
+    assert [problem.path for problem in problems] == ["options.eps"]

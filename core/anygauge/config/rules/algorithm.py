@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
@@ -180,19 +182,29 @@ def value_problems(path: str, function: NamedFunction, options: Mapping[str, Any
 
     :param path: Path of the table that holds the options.
     """
-    try:
-        hints = get_type_hints(function.fn, include_extras=True)
-    except Exception:  # noqa: BLE001 - foreign code: a stranger's annotation
-        return
     for option, value in options.items():
         try:
-            TypeAdapter(hints.get(option, Any)).validate_python(value, strict=True)
+            TypeAdapter(_hint(function.fn, option)).validate_python(value, strict=True)
         except ValidationError as error:
             message = error.errors()[0]["msg"]
             hint = f"{function.name!r} cannot take it: {message[0].lower()}{message[1:]}"
             yield ConfigProblem(path=f"{path}.{option}", found=value, hint=hint)
         except PydanticUserError:
             continue  # a type of which pydantic knows nothing
+
+
+def _hint(function: Callable[..., Any], option: str) -> Any:
+    """Return the annotated type of an option.
+
+    The other annotations are not evaluated: they may name types that are imported for a type checker alone.
+    """
+    function = inspect.unwrap(function)
+    annotation = getattr(function, "__annotations__", {}).get(option, Any)
+    alone = SimpleNamespace(__annotations__={option: annotation})
+    try:
+        return get_type_hints(alone, getattr(function, "__globals__", {}), include_extras=True)[option]
+    except Exception:  # noqa: BLE001 - foreign code: a stranger's annotation
+        return Any
 
 
 def _loss(config: Config, plugins: LoadedPlugins) -> Problems:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from anygauge.serving.sglang.client import EngineClient
 from anygauge.weight_sync.buckets import dtype_of
 from anygauge.weight_sync.control import EXCERPT, EngineControl, RefusedError
-from anygauge.weight_sync.sharing import serialized
 from anygauge.weight_sync.watchdog import describe
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.serving import ServerPeer
@@ -190,6 +189,8 @@ def _memory_request(bucket: WeightBucket, update: WeightUpdate, *, processes: in
         )
         for tensor in bucket.tensors
     ]
+    from anygauge.weight_sync.sharing import serialized
+
     value = {"flattened_tensor": bucket.data, "metadata": places}
     return {
         "serialized_named_tensors": [serialized(value) for _ in range(processes)],
