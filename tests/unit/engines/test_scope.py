@@ -256,6 +256,18 @@ def test_device_without_a_map_needs_no_scope(cpu: CpuDevice) -> None:
 # -------------------------------------------------------------------------
 
 
+def test_the_compiler_is_imported_before_a_scope_opens(
+    cpu: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On import it tables the functions of torch, which are others inside."""
+    imported: list[str] = []
+    monkeypatch.setattr(scope.importlib, "import_module", imported.append)
+    made = scope.make_scope(cpu)
+    assert imported == ["torch._dynamo"]
+    with made:
+        assert imported == ["torch._dynamo"]
+
+
 def test_every_other_function_raises_and_names_itself(cpu: CpuDevice) -> None:
     fenced = scope.fenced_attributes()
     assert {

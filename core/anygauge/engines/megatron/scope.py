@@ -31,7 +31,6 @@ from types import FunctionType, TracebackType
 from typing import Any
 
 import torch
-import torch._dynamo  # on import it tables the functions of torch, so that must not come inside a scope
 from torch.overrides import TorchFunctionMode
 
 from anygauge.failures import on_failure
@@ -102,6 +101,9 @@ class DeviceScope(AbstractContextManager[None]):
 
     def __init__(self, scope_map: ScopeMap) -> None:
         self._map = scope_map
+        # On import it tables the functions of torch, so that must not come inside a scope. It takes long, and
+        # a device without a scope map does without.
+        importlib.import_module("torch._dynamo")
 
     def __enter__(self) -> None:
         # made first: nothing may fail once the process counts this entry
