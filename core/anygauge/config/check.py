@@ -96,6 +96,7 @@ def check(
     broken: Collection[str] = (),
     check_files: bool = True,
     trains: bool = True,
+    checks_models: bool = True,
 ) -> list[ConfigProblem]:
     """Return every problem that the schema did not find.
 
@@ -103,6 +104,7 @@ def check(
     :param broken: Paths that the schema refused; nothing more is said about them.
     :param check_files: Whether to look at the files and directories that the config names.
     :param trains: Whether the data of a training and the models beside the policy are needed.
+    :param checks_models: Whether to check the models, if the files are looked at; that imports torch.
     """
     files = (*FILE_RULES, *(TRAINING_FILE_RULES if trains else ())) if check_files else ()
     problems_of_rules = chain(
@@ -123,7 +125,7 @@ def check(
         _provider(config, backend),
         lora_rules(config, plugins),
         engine_kinds(config, plugins),
-        model_rules(config, plugins, trains=trains) if check_files else (),
+        model_rules(config, plugins, trains=trains) if check_files and checks_models else (),
         plugins.collect("check_config", config=config, backend=backend),
     )
     problems = [

@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class LoadedConfig:
     """Dotted paths that the user wrote, in the file or on the command line."""
     changes: tuple[AppliedChange, ...]
     """Changes that plugins made."""
+    check_models: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    """Makes the checks that were deferred, and raises :class:`~anygauge_hooks.errors.ConfigError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ def load_config(
     check_files: bool = True,
     download: bool = True,
     trains: bool = True,
+    defers_models: bool = False,
 ) -> LoadedConfig:
     """Read, overlay, complete and check a config.
 
@@ -103,6 +106,8 @@ def load_config(
     :param download: Whether to download what is not in the cache, once nothing else is wrong; without, such
         names are not checked.
     :param trains: As of :func:`~anygauge.config.check.check`.
+    :param defers_models: Whether to leave the checks of models, which import torch, to
+        :attr:`LoadedConfig.check_models` if nothing else is wrong.
     :raises ConfigError: Every problem found: in the file, in any ``[on.X]`` table, on the command line.
     :raises ConfigConflictError: Two plugins want different values for one key.
     :raises HubError: A model or data file cannot be had by its name.
@@ -126,19 +131,28 @@ def load_config(
     )
     config = pinned(checked.config, download=False) if check_files else checked.config
     here = localized(config, download=False) if check_files else config
-    further = find(here)
-    lines = [_line(each, source.origin(backend.name, each.path)) for each in (*checked.problems, *further)]
-    others = _other_overlays(source, backend.name, checked)
-    lines += [_line(each, where) for each, where in (*source.problems, *others)]
-    lines += [_line(each, None) for each in _unknown_backends(source, plugins)]
-    if not lines and check_files and download and unresolved(here):
+    others = [*source.problems, *_other_overlays(source, backend.name, checked)]
+    further = [_line(each, where) for each, where in others]
+    further += [_line(each, None) for each in _unknown_backends(source, plugins)]
+
+    def require(config: Config, *, checks_models: bool) -> None:
+        problems = (*checked.problems, *find(config, checks_models=checks_models))
+        lines = [_line(each, source.origin(backend.name, each.path)) for each in problems]
+        if (lines or further) and not checks_models:
+            require(config, checks_models=True)  # so that all problems are told at once
+        if lines or further:
+            raise _error(path, [*lines, *further])
+
+    require(here, checks_models=not defers_models)
+    if check_files and download and unresolved(here):
         config = pinned(config)
-        lines = [_line(each, source.origin(backend.name, each.path)) for each in find(localized(config))]
-    if lines:
-        raise _error(path, lines)
+        require(localized(config), checks_models=not defers_models)
     for each in algorithm_warnings(config) if trains else ():
         _log.warning("%s", _line(each, source.origin(backend.name, each.path)))
-    return LoadedConfig(config=config, backend=backend, user_keys=user_keys, changes=changes)
+    later = (lambda: require(localized(config), checks_models=True)) if defers_models else (lambda: None)
+    return LoadedConfig(
+        config=config, backend=backend, user_keys=user_keys, changes=changes, check_models=later
+    )
 
 
 def dump_config(config: Config) -> str:

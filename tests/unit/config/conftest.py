@@ -164,12 +164,20 @@ def load(tmp_path: Path, plugins: Plugins, model_dir: Path) -> Load:
         backend: str = "cpu",
         *,
         check_files: bool = True,
+        defers_models: bool = False,
     ) -> LoadedConfig:
         added = dict(tables or {})
         lines = [f"[{name}]\n{text}\n{added.pop(name, '')}" for name, text in minimal.items()]
         lines += [f"[{name}]\n{text}" for name, text in added.items()]
         path = tmp_path / "c.toml"
         path.write_text("\n".join(lines))
-        return load_config(path, overrides, backend=backend, plugins=plugins, check_files=check_files)
+        return load_config(
+            path,
+            overrides,
+            backend=backend,
+            plugins=plugins,
+            check_files=check_files,
+            defers_models=defers_models,
+        )
 
     return load

@@ -341,3 +341,18 @@ def test_a_file_whose_name_cannot_be_that_of_a_run(
     (tmp_path / file).write_text(LINES + added)
     with pytest.raises(ConfigError, match=text):
         load_config(tmp_path / file, backend="cpu", plugins=plugins, check_files=False)
+
+
+def test_checks_of_models_can_be_deferred(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: object, **__: object) -> list[ConfigProblem]:
+        return [ConfigProblem(path="model.path", found="x", hint="it has no layer")]
+
+    monkeypatch.setattr("anygauge.config.check.model_rules", wrong)
+    loaded = load({}, defers_models=True)
+    with pytest.raises(ConfigError, match=r"has 1 problem:\n  model\.path: found 'x'; it has no layer"):
+        loaded.check_models()
+    with pytest.raises(ConfigError, match="has 1 problem:"):
+        load({})
+    with pytest.raises(ConfigError, match="has 2 problems:") as caught:  # all at once
+        load({"train": "lr = -1.0"}, defers_models=True)
+    assert "it has no layer" in str(caught.value)
