@@ -9,21 +9,22 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from anygauge.config import Config
 from anygauge.config.load import write_resolved
 from anygauge.disk import ABANDONED, free_name
+from anygauge.failures import on_failure
 from anygauge.observability.health import HEALTH_FILE
 from anygauge.observability.report.run_files import ENVIRONMENT_FILE
 from anygauge.run_directory.checkpoint_reader import Checkpoint, latest_checkpoint
 from anygauge.run_directory.resume import apply_changes, is_changed, set_aside
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["RunDirectory", "open_run_directory"]
+__all__ = ["ReservedDirectory", "RunDirectory", "open_run_directory", "reserve_run_directory"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,14 @@ LOCK_FILE = ".lock"
 """Held by the driver as long as it runs; says who that is."""
 MARKS = (CONFIG_FILE, ENVIRONMENT_FILE)
 """Files that mark a run directory; a config alone may have been written by hand."""
+LOGS = "logs"
+LOGS_BEFORE = "logs.before"
+"""Logs of the run that is about to be overwritten."""
 OWN = (
     *(*MARKS, "config.until-step-*.toml", "capabilities.json", "run.json", "report.html", ".run.json.*"),
-    *(".report.html.*", "metrics.jsonl", "samples.jsonl", HEALTH_FILE, "*.superseded.jsonl", "logs"),
+    *(".report.html.*", "metrics.jsonl", "samples.jsonl", HEALTH_FILE, "*.superseded.jsonl", LOGS),
     *("checkpoints", "dumps", "hf", "hf-step-*", "tensorboard", "wandb", ".shared-*", *ABANDONED),
+    f"{LOGS_BEFORE}*",
 )
 """Names that a run and its trackers make in its directory, as patterns."""
 LISTED = 5
@@ -99,45 +104,111 @@ class RunDirectory:
             shutil.copyfile(current, free_name(self.path / f"config.until-step-{step}.toml"))
 
 
+class ReservedDirectory:
+    """A run's directory that nobody else uses, where processes may log, and all else is as it was.
+
+    :param earlier: The directory as it was found.
+    """
+
+    def __init__(self, earlier: RunDirectory, undo: ExitStack) -> None:
+        self.path = earlier.path
+        self.checkpoint = earlier.checkpoint
+        self._earlier = earlier
+        self._undo = undo
+        if earlier.config.run.overwrite:
+            self._set_logs_aside()
+        logs = self.path / LOGS
+        if not logs.exists():
+            undo.callback(shutil.rmtree, logs, ignore_errors=True)
+            logs.mkdir()
+
+    def _set_logs_aside(self) -> None:
+        logs = self.path / LOGS
+        if logs.is_dir():
+            aside = free_name(self.path / LOGS_BEFORE)
+            self._undo.callback(_rename_back, aside, logs)
+            logs.rename(aside)
+
+    def open(self, environment: Mapping[str, str]) -> RunDirectory:
+        """Begin the run in it: an earlier one that is to be overwritten is deleted now.
+
+        :param environment: Facts about the host, kept beside the config.
+        :raises CheckpointError: The disk refuses.
+        """
+        opened = replace(self._earlier, environment=environment)
+        self._undo.pop_all()
+        try:
+            if opened.config.run.overwrite:
+                _clear(self.path)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+        if not opened.continues:
+            opened.begin()
+        return opened
+
+
 @contextmanager
 def open_run_directory(config: Config, environment: Mapping[str, str]) -> Iterator[RunDirectory]:
+    """Reserve the run's directory, and begin the run in it.
+
+    Parameters and errors are those of :func:`reserve_run_directory` and of :meth:`ReservedDirectory.open`.
+    """
+    with reserve_run_directory(config) as reserved:
+        yield reserved.open(environment)
+
+
+@contextmanager
+def reserve_run_directory(config: Config) -> Iterator[ReservedDirectory]:
     """Take the run's directory for as long as the block runs.
 
-    An earlier run there is never touched, unless the config says ``run.overwrite`` or ``run.resume``.
+    An earlier run there is never touched, unless the config says ``run.overwrite`` or ``run.resume``, and the
+    directory was opened. If it was not, it is left as it was found.
 
-    :param environment: Facts about the host, kept beside the config.
     :raises CheckpointError: It cannot be made; it holds something and the config says neither, or it is no
         earlier run; another process uses it; or the run in it cannot be continued with this config.
     """
     assert not (config.run.overwrite and config.run.resume), "the config was checked"
     directory = (config.run.directory / config.run.name).resolve()
-    try:
+    with ExitStack() as stack:
+        undo = ExitStack()
+        try:
+            _refuse(directory, config)
+            with on_failure(undo.close):
+                _make(directory, undo)
+                stack.callback(os.close, _lock(directory))
+        except OSError as error:
+            raise _unusable(directory, error) from error
+        stack.enter_context(undo)  # with the lock
         _refuse(directory, config)
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = _lock(directory)
-    except OSError as error:
-        raise _unusable(directory, error) from error
-    try:
-        _refuse(directory, config)
-        yield _prepared(directory, config, environment)
-    finally:
-        os.close(lock)
+        earlier = _resumed(directory, config)
+        try:
+            reserved = ReservedDirectory(earlier, undo)
+        except OSError as error:
+            raise _unusable(directory, error) from error
+        yield reserved
 
 
-def _prepared(directory: Path, config: Config, environment: Mapping[str, str]) -> RunDirectory:
-    opened = _resumed(directory, config, environment)
-    try:
-        if config.run.overwrite:
-            _clear(directory)
-        (directory / "logs").mkdir(exist_ok=True)
-    except OSError as error:
-        raise _unusable(directory, error) from error
-    if not opened.continues:
-        opened.begin()
-    return opened
+def _make(directory: Path, undo: ExitStack) -> None:
+    """Make a directory, and have what is made of it, and its lock, removed again."""
+    for parent in reversed([each for each in (directory, *directory.parents) if not each.exists()]):
+        undo.callback(_remove_empty, parent)
+        parent.mkdir(exist_ok=True)
+    lock = directory / LOCK_FILE
+    if not lock.exists():
+        undo.callback(lock.unlink, missing_ok=True)
 
 
-def _resumed(directory: Path, config: Config, environment: Mapping[str, str]) -> RunDirectory:
+def _rename_back(aside: Path, path: Path) -> None:
+    with suppress(FileNotFoundError):  # the directory was moved meanwhile
+        aside.rename(path)
+
+
+def _remove_empty(directory: Path) -> None:
+    with suppress(OSError):  # somebody else has put something into it
+        directory.rmdir()
+
+
+def _resumed(directory: Path, config: Config) -> RunDirectory:
     """Return the directory with what is in it to go on with; changes nothing."""
     continues = config.run.resume and (directory / CONFIG_FILE).is_file()
     checkpoint = None
@@ -147,7 +218,7 @@ def _resumed(directory: Path, config: Config, environment: Mapping[str, str]) ->
         _check_steps(checkpoint, config)
     if config.run.resume and checkpoint is None:
         logger.warning("nothing to resume in %s: the run starts from its beginning", directory)
-    return RunDirectory(directory, config, environment, continues, checkpoint, _identity(directory))
+    return RunDirectory(directory, config, {}, continues, checkpoint, _identity(directory))
 
 
 def _identity(directory: Path) -> tuple[int, int]:
@@ -211,13 +282,18 @@ def _refuse_foreign(directory: Path) -> None:
 
 
 def _content(directory: Path) -> list[Path]:
-    return [path for path in directory.iterdir() if path.name != LOCK_FILE]
+    """Return what is in a directory, but for what a start leaves that was killed before its run began."""
+    names = {path.name for path in directory.iterdir()}
+    if names == {LOCK_FILE, LOGS}:
+        return []
+    return [directory / name for name in names - {LOCK_FILE}]
 
 
 def _clear(directory: Path) -> None:
     for path in _content(directory):
-        if path.name in MARKS:
-            continue  # replaced by the new run's; until then they tell that what is left was a run's
+        if path.name in (*MARKS, LOGS):
+            # The marks are replaced by the new run's; until then they tell that what is left was a run's.
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

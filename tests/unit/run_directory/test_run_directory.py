@@ -13,7 +13,7 @@ import tomli_w
 
 from anygauge.config import Config
 from anygauge.run_directory.checkpoints import CheckpointWriter
-from anygauge.run_directory.directory import RunDirectory, open_run_directory
+from anygauge.run_directory.directory import RunDirectory, open_run_directory, reserve_run_directory
 from anygauge_hooks.errors import CheckpointError
 
 
@@ -158,6 +158,50 @@ def test_a_directory_in_use_is_refused(tmp_path: Path, option: str) -> None:
             opened(make_config(tmp_path, **{option: True}))
         assert snapshot(directory.path) == before
     opened(make_config(tmp_path, **{option: True}))
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["new", "earlier run"])
+def test_a_directory_that_was_only_reserved_is_left_as_it_was(tmp_path: Path, is_there: bool) -> None:
+    config = make_config(tmp_path / "a" / "b", run__overwrite=is_there)
+    if is_there:
+        (opened(make_config(tmp_path / "a" / "b")).path / "logs" / "actor-0.log").write_text("earlier")
+    before = snapshot(tmp_path)
+    with reserve_run_directory(config) as reserved:
+        assert sorted(os.listdir(reserved.path / "logs")) == [], "the earlier logs are elsewhere"
+        (reserved.path / "logs" / "actor-0.log").write_text("new")
+        assert {**before, **snapshot(tmp_path)}.keys() > before.keys()
+    assert snapshot(tmp_path) == before
+    assert (tmp_path / "a").exists() == is_there
+
+
+def test_what_was_logged_before_the_directory_was_opened_stays(tmp_path: Path) -> None:
+    directory = opened(make_config(tmp_path)).path
+    (directory / "logs" / "actor-1.log").write_text("earlier")
+    (directory / "metrics.jsonl").write_text("earlier")
+    with reserve_run_directory(make_config(tmp_path, run__overwrite=True)) as reserved:
+        (directory / "logs" / "actor-0.log").write_text("new")
+        assert (directory / "metrics.jsonl").exists(), "nothing is deleted before it is opened"
+        reserved.open({})
+    assert sorted(os.listdir(directory)) == [".lock", "config.toml", "environment.json", "logs"]
+    assert {path.name: path.read_text() for path in (directory / "logs").iterdir()} == {"actor-0.log": "new"}
+
+
+def test_what_a_killed_start_leaves_is_no_run(tmp_path: Path) -> None:
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "actor-0.log").write_text("killed")
+    with pytest.raises(CheckpointError, match="not empty"):
+        opened(make_config(tmp_path))  # somebody's own: no run has locked it
+    (tmp_path / "run" / ".lock").write_text("process 1 on here")
+    assert not opened(make_config(tmp_path)).continues
+    assert (logs / "actor-0.log").read_text() == "killed"
+
+
+def test_the_logs_of_an_earlier_run_that_a_killed_start_set_aside_are_deleted_with_it(tmp_path: Path) -> None:
+    directory = opened(make_config(tmp_path)).path
+    (directory / "logs").rename(directory / "logs.before")
+    opened(make_config(tmp_path, run__overwrite=True))
+    assert sorted(os.listdir(directory)) == [".lock", "config.toml", "environment.json", "logs"]
 
 
 def test_resuming_nothing_starts_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
