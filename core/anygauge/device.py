@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DETERMINISTIC_ENV",
+    "LateDevice",
     "is_out_of_memory",
     "memory_phase",
     "on_device",
@@ -40,6 +41,19 @@ _peaks: dict[str, int] = {}
 """Peak bytes allocated in this process, by phase."""
 _recent: dict[str, int] = {}
 """The same since :func:`take_peak_memory` was last called."""
+
+
+class LateDevice:
+    """A :class:`~anygauge_hooks.types.Device` that is made when something of it is first asked for."""
+
+    def __init__(self, make: Callable[[], Device]) -> None:
+        self._make = make
+        self._device: Device | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._device is None:
+            self._device = self._make()
+        return getattr(self._device, name)
 
 
 def seed_everything(device: Device, seed: int) -> None:

@@ -257,6 +257,9 @@ class TrainEngineSpec:
     prepare: Callable[[LoadedPlugins, BackendSpec], None] | None = None
     """Called with the process's plugins and its backend where a run has a ``train.provider``, before
     ``prepare_worker``: a provider may import the engine's libraries, and this must not."""
+    preload: Callable[[LoadedPlugins, BackendSpec], None] | None = None
+    """Called with the process's plugins and its backend as soon as a worker has its device, to import what
+    :attr:`make` needs: until that is called, the run still reads its data."""
     describe_model: Callable[[ModelSpec, Mapping[str, Any]], object] | None = None
     """From a family and a Hugging Face config to what the engine computes with given weights: equal for two
     configs whose models may share their modules. A config that it cannot build raises
@@ -284,6 +287,8 @@ class RolloutEngineSpec:
     """Called in each worker with the config and the worker's context; ``None`` if it is a server."""
     serve: Callable[[RunConfig, WorkerContext], EngineServer] | None = None
     """The same for a server, which is yet to be started."""
+    preload: Callable[[], None] | None = None
+    """Called in each worker before :attr:`make`, as that of :class:`TrainEngineSpec`."""
     devices: Callable[[RunConfig], int] | None = None
     """Function from the config to the number of devices of each server; ``None`` is one."""
     context: Callable[[RunConfig, int | None], int | None] | None = None

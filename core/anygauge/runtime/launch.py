@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from anygauge.runtime.worker_group import LaunchSpec, Transport, WorkerGroup
 from anygauge_hooks.types import BackendSpec
 
 __all__ = ["launch_workers", "make_launcher"]
-
-_log = logging.getLogger(__name__)
 
 HOST_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Names the interface of collectives of the host, on every backend."""
@@ -40,6 +37,7 @@ def launch_workers(
     extra_devices: int = 0,
     reads: Sequence[Path] = (),
     options: Mapping[str, Any] | None = None,
+    computes: bool = True,
     wait: bool = True,
 ) -> WorkerGroup:
     """Start the workers of a role and return them, ready for calls unless told otherwise.
@@ -56,7 +54,9 @@ def launch_workers(
     :param extra_devices: Devices that workers of other roles take, which are started afterwards.
     :param reads: Directories that every worker needs, beside those that the config names.
     :param options: Further keyword arguments of the class; they are pickled.
-    :param wait: Whether to wait until they are ready; otherwise :meth:`WorkerGroup.ready` does.
+    :param computes: As of :class:`~anygauge.runtime.worker_group.LaunchSpec`.
+    :param wait: Whether to wait until they are ready; otherwise :meth:`WorkerGroup.begin` has them prepare
+        themselves, and :meth:`WorkerGroup.ready` waits.
     :returns: A context manager that ends the workers.
     :raises PlacementError: There is no room for them.
     :raises WorkerFailedError: A worker could not come up.
@@ -79,13 +79,12 @@ def launch_workers(
         extra_devices=extra_devices,
         reads=reads,
         options=options or {},
+        computes=computes,
     )
     group = WorkerGroup(make_launcher(config)(spec), spec)
-    with on_failure(group.end):
-        group.begin()
-        if wait:
+    if wait:
+        with on_failure(group.end):
             group.ready()
-    _log.info("%s: %s", role, "; ".join(map(str, group.workers)))
     return group
 
 

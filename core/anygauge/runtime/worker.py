@@ -14,14 +14,16 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from anygauge.config.schema import Config
-from anygauge.device import memory_phase, set_deterministic
+from anygauge.device import LateDevice, memory_phase, set_deterministic
 from anygauge.hub import localized
 from anygauge.observability.host import read_cpus
 from anygauge.observability.logs import log_worker
+from anygauge.observability.start_times import StartTimes
 from anygauge.plugins import Plugins, find_backend, load_plugins, require_plugins
 from anygauge.runtime.cluster import GroupRendezvous, NodeFacts, address_of, node_facts
 from anygauge.runtime.media_stores import open_store
@@ -67,6 +69,8 @@ class WorkerSetup:
     """Physical ids of the devices, where they are those of other workers."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the class."""
+    computes: bool = True
+    """Whether the worker computes on its device; otherwise the object is made before torch is imported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +104,7 @@ class Worker:
         self._facts: NodeFacts | None = None
         self._accelerators: Sequence[str] = ()
         self._object: Any = None
+        self._times = StartTimes()
         self._address = "127.0.0.1"
 
     def handle(self, message: bytes) -> bytes:
@@ -158,12 +163,27 @@ class Worker:
         self._backend = find_backend(self._plugins, backends, setup.backend)
         index = self._take_devices()
         self._prepare("before_vendor_import")
-        set_threads(setup.config.placement.threads_per_worker, workers_on_host)
-        self._device = self._plugins.make_device(self._backend, index)
-        if setup.config.run.deterministic:
-            set_deterministic()
+        threads = setup.config.placement.threads_per_worker
+        set_threads(threads, workers_on_host, computes=setup.computes)
+        make_device = partial(self._plugins.make_device, self._backend, index)
+        if setup.computes:
+            self._device = make_device()
+            if setup.config.run.deterministic:
+                set_deterministic()
+        else:
+            self._device = cast("Device", LateDevice(make_device))
         self._prepare("after_config")
+        if setup.computes:
+            self._times.note("device")
+            self._preload()
+        self._times.note("imports")
         return self._host_store(rendezvous) if rendezvous is not None and setup.rank == 0 else None
+
+    def _preload(self) -> None:
+        """Import what the worker object needs, while the driver still checks its data."""
+        preload = getattr(_resolve(self.setup.worker_class), "preload", None)
+        if preload is not None:
+            preload(self.setup.config, self._plugins, self._backend, **self.setup.options)
 
     def _take_devices(self) -> int:
         """Hide every device but this worker's own, and return the index of the first of them.
@@ -201,11 +221,19 @@ class Worker:
         :param port: Port of the rendezvous store on rank 0.
         """
         setup = self.setup
+        self._times.note("waited")
         if rendezvous is not None and port is not None:
             self._join(rendezvous, port)
-        with memory_phase(self._device, "load"):
-            config = localized(setup.config, data=False)  # each node may have a cache of its own
-            self._object = _resolve(setup.worker_class)(config, self._context(), **setup.options)
+        config = localized(setup.config, data=False)  # each node may have a cache of its own
+        make = partial(_resolve(setup.worker_class), config, self._context(), **setup.options)
+        if setup.computes:
+            with memory_phase(self._device, "load"):
+                self._object = make()
+        else:
+            self._object = make()
+            _log.info("looks after a process on %s", self._device.torch_device)  # which is made here
+        self._times.note("object")
+        _log.info("start: %s", self._times)
 
     def _join(self, rendezvous: GroupRendezvous, port: int) -> None:
         from anygauge.distributed.process_groups import init_process_group
@@ -269,17 +297,19 @@ def _resolve(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def set_threads(requested: int, workers_on_host: int) -> None:
+def set_threads(requested: int, workers_on_host: int, *, computes: bool = True) -> None:
     """Set the number of CPU threads of this process.
 
     :param requested: 0 divides the host's cores among its workers.
+    :param computes: Whether torch is imported for it.
     """
     threads = requested or max(1, host_cores() // workers_on_host)
     # Ray sets 1 for an actor without cores; set before torch reads it, and for the children of this process.
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    import torch
+    if computes:
+        import torch
 
-    torch.set_num_threads(threads)
+        torch.set_num_threads(threads)
 
 
 def local_accelerator_id(backend: BackendSpec, index: int, env: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -42,6 +43,8 @@ from anygauge_hooks.errors import WorkerDiedError
 from anygauge_hooks.types import BackendSpec
 
 __all__ = ["Arguments", "LaunchSpec", "PendingCall", "Transport", "WorkerGroup"]
+
+_log = logging.getLogger(__name__)
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a call."""
@@ -89,6 +92,8 @@ class LaunchSpec:
     """Directories that every worker needs, beside those that the config names."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the class."""
+    computes: bool = True
+    """Whether the workers compute on their devices. Others import no torch before their object is made."""
 
     def log(self, rank: int) -> Path:
         """Return the file that a worker's output goes to."""
@@ -111,6 +116,7 @@ class LaunchSpec:
             devices=self.devices,
             accelerators=self.seats[rank].accelerators if self.seats else None,
             options=self.options,
+            computes=self.computes,
         )
 
 
@@ -163,9 +169,9 @@ class PendingCall:
 
 
 class _BringUp(NamedTuple):
-    """Workers that prepare themselves."""
+    """Workers that come up: a call that they work on, and what the next one needs."""
 
-    starting: PendingCall
+    pending: PendingCall
     rendezvous: GroupRendezvous | None
 
 
@@ -182,7 +188,9 @@ class WorkerGroup:
         self._oom_kills = read_oom_kills()
         self._hosts: Sequence[HostInfo] = ()
         self._before_call: Callable[[str], None] | None = None
-        self._bring_up: _BringUp | None = None
+        self._preparing: _BringUp | None = None
+        self._connecting: PendingCall | None = None
+        self._begun = False
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -204,6 +212,7 @@ class WorkerGroup:
         :param devices: Number of devices for each place.
         :raises PlacementError: The devices of one are on more than one node.
         """
+        self.begin()
         return shared_seats([(host.node, host.accelerators) for host in self._hosts], count, devices)
 
     def before_calls(self, tell: Callable[[str], None] | None) -> None:
@@ -250,7 +259,10 @@ class WorkerGroup:
         return self._submit(method, per_rank, timeout_s, same_for_all, lifecycle=False)
 
     def begin(self) -> None:
-        """Have the workers prepare themselves; :meth:`ready` waits for them."""
+        """Have the workers prepare themselves; :meth:`ready` waits for them. Later calls do nothing."""
+        if self._begun:
+            return
+        self._begun = True
         deadline = time.monotonic() + self._spec.config.placement.start_timeout_s
         hosts: list[HostInfo] = self._lifecycle("locate", deadline)
         self._hosts = hosts
@@ -271,7 +283,22 @@ class WorkerGroup:
         ]
         timeout_s = max(0.0, deadline - time.monotonic())
         starting = self._submit("start", arguments, timeout_s, {"rendezvous": rendezvous}, lifecycle=True)
-        self._bring_up = _BringUp(starting, rendezvous)
+        self._preparing = _BringUp(starting, rendezvous)
+
+    def connect(self) -> None:
+        """Wait until the workers have prepared themselves, and have them make their objects.
+
+        :meth:`ready` waits for those. Later calls do nothing. Raises as :meth:`ready` does.
+        """
+        self.begin()
+        if (preparing := self._preparing) is None:
+            return
+        self._preparing = None
+        # from here on: other roles may have been waited for in between
+        timeout_s = self._spec.config.placement.start_timeout_s
+        port = preparing.pending.result(timeout_s)[0]
+        arguments = {"rendezvous": preparing.rendezvous, "port": port}
+        self._connecting = self._submit("connect", None, timeout_s, arguments, lifecycle=True)
 
     def ready(self) -> None:
         """Wait until the workers are there: devices, process group, worker objects. Later calls do nothing.
@@ -280,13 +307,11 @@ class WorkerGroup:
         :raises WorkerDiedError: A worker process ended; the group is ended.
         :raises DeadlineError: They were not ready within ``placement.start_timeout_s``; the group is ended.
         """
-        if (bring_up := self._bring_up) is None:
-            return
-        self._bring_up = None
-        # from here on: other roles may have been waited for in between
-        deadline = time.monotonic() + self._spec.config.placement.start_timeout_s
-        port = bring_up.starting.result(max(0.0, deadline - time.monotonic()))[0]
-        self._lifecycle("connect", deadline, rendezvous=bring_up.rendezvous, port=port)
+        self.connect()
+        if (connecting := self._connecting) is not None:
+            self._connecting = None
+            connecting.result(self._spec.config.placement.start_timeout_s)
+            _log.info("%s: %s", self._spec.role, "; ".join(map(str, self.workers)))
 
     def _inspect(self, hosts: Sequence[HostInfo], deadline: float) -> list[ClusterNode]:
         """Return the node of each rank, having checked that a run can go on over them."""

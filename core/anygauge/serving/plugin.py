@@ -21,7 +21,7 @@ __all__ = ["adjust_config", "check_config", "register_rollout_engines"]
 def register_rollout_engines() -> Iterable[RolloutEngineSpec]:
     """Return the embedded engine, and SGLang's servers."""
     return [
-        RolloutEngineSpec(name="transformers", make=_make_transformers),
+        RolloutEngineSpec(name="transformers", make=_make_transformers, preload=_preload_transformers),
         RolloutEngineSpec(
             name="sglang",
             serve=_serve_sglang,
@@ -49,6 +49,10 @@ def check_config(config: Config, backend: BackendSpec) -> Iterable[ConfigProblem
     from anygauge.serving.sglang.rules import sglang_problems
 
     return sglang_problems(config, backend)
+
+
+def _preload_transformers() -> None:
+    import anygauge.serving.embedded.engine  # noqa: F401
 
 
 def _make_transformers(config: Any, context: WorkerContext) -> RolloutEngine:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from anygauge.config import Config
 from anygauge.device import memory_phase
@@ -16,7 +17,11 @@ from anygauge_hooks.engines import RolloutEngine, WeightStream, WorkerContext
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.weights import WeightPeer, WeightTarget, WeightUpdate
 
-__all__ = ["GeneratingWorker", "LocalPeer", "RolloutWorker"]
+if TYPE_CHECKING:
+    from anygauge_hooks.engines import RolloutEngineSpec
+    from anygauge_hooks.types import BackendSpec, LoadedPlugins
+
+__all__ = ["GeneratingWorker", "LocalPeer", "RolloutWorker", "make_engine", "preload_engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,11 @@ class RolloutWorker(GeneratingWorker):
         self._engine = make_engine(config, context)
         self._inbox = WeightInbox(context.address, stall_s=config.weight_sync.deadline_s)
 
+    @staticmethod
+    def preload(config: Config, plugins: LoadedPlugins, backend: BackendSpec) -> None:
+        """Import what the engine needs."""
+        preload_engine(config, plugins)
+
     def peer(self) -> WeightPeer:
         """Return the engine as a peer of weight senders."""
         return self._inbox.peer
@@ -109,6 +119,13 @@ class RolloutWorker(GeneratingWorker):
         """Release the engine."""
         self._inbox.close()
         super().close()
+
+
+def preload_engine(config: Config, plugins: LoadedPlugins) -> None:
+    """Import what the rollout engine needs."""
+    spec: RolloutEngineSpec = plugins.get("register_rollout_engines", config.rollout.engine)
+    if spec.preload is not None:
+        spec.preload()
 
 
 def make_engine(config: Config, context: WorkerContext) -> RolloutEngine:

@@ -26,7 +26,7 @@ from anygauge.data.batch import mini_batches, select
 from anygauge.distributed.layout import layout_of
 from anygauge.observability.performance import WorkerReport
 from anygauge.run_directory.dumps import RecordedLoss, model_facts, write_batch
-from anygauge.serving.rollout_workers import GeneratingWorker, LocalPeer, make_engine
+from anygauge.serving.rollout_workers import GeneratingWorker, LocalPeer, make_engine, preload_engine
 from anygauge.trainer.estimate import estimate
 from anygauge.trainer.teacher import TEACHER, Teacher, make_teacher, maker
 from anygauge.weight_sync.pusher import WeightPusher, make_pusher
@@ -39,6 +39,7 @@ from anygauge_hooks.engines import (
     LossInputs,
     SupportsOffload,
     TrainEngine,
+    TrainEngineSpec,
     WorkerContext,
 )
 from anygauge_hooks.errors import CheckpointError
@@ -46,7 +47,7 @@ from anygauge_hooks.serving import MemoryState
 from anygauge_hooks.weights import WeightPeer
 
 if TYPE_CHECKING:
-    from anygauge_hooks.types import LoadedPlugins
+    from anygauge_hooks.types import BackendSpec, LoadedPlugins
 
 __all__ = [
     "ActorWorker",
@@ -130,6 +131,21 @@ class ActorWorker(GeneratingWorker):
             self._engine = make_engine(config, context)
         self._rollouts_trained = 0.0
         self._pusher: WeightPusher | None = None
+
+    @staticmethod
+    def preload(
+        config: Config, plugins: LoadedPlugins, backend: BackendSpec, *, components: Components | None = None
+    ) -> None:
+        """Import what the engines need.
+
+        :param components: As of the class.
+        """
+        components = components or run_components(config)
+        train: TrainEngineSpec = plugins.get("register_train_engines", config.train.engine)
+        if components.trains and train.preload is not None:
+            train.preload(plugins, backend)
+        if components.generates and not config.has_engines_apart:
+            preload_engine(config, plugins)
 
     @property
     def trainer(self) -> TrainEngine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from anygauge.config import Config
@@ -92,6 +94,9 @@ def test_cores_are_divided_among_the_workers_of_a_host(
     monkeypatch.setattr("torch.set_num_threads", chosen.append)
     set_threads(requested, workers)
     assert chosen == [threads]
+    set_threads(requested, workers, computes=False)
+    assert chosen == [threads], "torch is not asked"
+    assert os.environ["OMP_NUM_THREADS"] == str(threads)
 
 
 def test_who_shares_devices_sits_with_those_that_have_them() -> None:

@@ -100,6 +100,20 @@ def test_workers_prepare_while_nobody_waits_for_them() -> None:
     assert len(script.methods) == 6, "they are ready"
 
 
+def test_workers_make_their_objects_while_nobody_waits_for_them() -> None:
+    located = encode(Returned(HostInfo(pid=1, host="h", ip="127.0.0.1", node="here")))
+    both = {0: ANSWER, 1: ANSWER}
+    script = Records({0: located, 1: located}, both, both)
+    workers = group(script)
+    workers.connect()
+    assert script.methods == ["locate"] * 2 + ["start"] * 2 + ["connect"] * 2
+    assert len(script.limits) == 2, "the answers to connect were not waited for"
+    for _ in range(2):
+        workers.connect()
+        workers.ready()
+    assert (len(script.methods), len(script.limits)) == (6, 3)
+
+
 def test_workers_that_are_waited_for_late_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     located = encode(Returned(HostInfo(pid=1, host="h", ip="127.0.0.1", node="here")))
     both, now = {0: ANSWER, 1: ANSWER}, [0.0]

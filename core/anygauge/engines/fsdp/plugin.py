@@ -17,12 +17,17 @@ if TYPE_CHECKING:
     from anygauge.engines.fsdp.engine import ForwardOnlyEngine, FsdpEngine
     from anygauge_hooks.engines import WorkerContext
     from anygauge_hooks.models import ModelSpec
+    from anygauge_hooks.types import BackendSpec, LoadedPlugins
 
 __all__ = ["FSDP"]
 
 FSDP = "fsdp"
 """Name of the engine."""
 _HINT = f"train.engine = {FSDP!r} only shards over data-parallel ranks; leave it out, or take Megatron"
+
+
+def _preload(plugins: LoadedPlugins, backend: BackendSpec) -> None:
+    import anygauge.engines.fsdp.engine  # noqa: F401
 
 
 def _make(config: Any, context: WorkerContext) -> FsdpEngine:
@@ -52,6 +57,7 @@ def register_train_engines() -> list[TrainEngineSpec]:
             make=_make,
             make_critic=_make_critic,
             make_forward_only=_make_frozen,
+            preload=_preload,
             supports_offload=True,
             supports_lora=True,
             make_family=causal_lm_family,

@@ -29,6 +29,11 @@ def _prepare(plugins: LoadedPlugins, backend: BackendSpec) -> None:
     prepare_megatron(plugins, backend)
 
 
+def _preload(plugins: LoadedPlugins, backend: BackendSpec) -> None:
+    _prepare(plugins, backend)
+    import anygauge.engines.megatron.engine  # noqa: F401
+
+
 def _make(config: Any, context: WorkerContext) -> MegatronEngine:
     _prepare(context.plugins, context.backend)
     from anygauge.engines.megatron.engine import MegatronEngine
@@ -74,6 +79,7 @@ def register_train_engines() -> list[TrainEngineSpec]:
             make_forward_only=_make_frozen,
             supports_offload=True,
             prepare=_prepare,
+            preload=_preload,
             describe_model=describe_model,
             check_model=check_model,
         )
