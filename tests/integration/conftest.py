@@ -19,7 +19,7 @@ from anygauge.config import Config
 from anygauge.plugins import Plugins
 from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.worker_group import WorkerGroup
-from anygauge.trainer import run
+from anygauge.trainer import start
 from anygauge_hooks.types import BackendSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +85,7 @@ def launch_actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchAc
 @pytest.fixture
 def forked_actors(launch_actors: LaunchActors, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the runs of a test train in processes that are there already."""
-    monkeypatch.setattr(run, "launch_workers", launch_actors)
+    monkeypatch.setattr(start, "launch_workers", launch_actors)
 
 
 # -------------------------------------------------------------------------

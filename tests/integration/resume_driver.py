@@ -18,7 +18,8 @@ from anygauge import disk
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
 from anygauge.run_directory import checkpoints
-from anygauge.trainer import actors, run
+from anygauge.trainer import actors, start
+from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import NamedFunction, RunInfo
 
@@ -120,7 +121,7 @@ def prepare() -> None:
 
     directories: Any = disk
     directories.shutil = SimpleNamespace(rmtree=rmtree)
-    run.ACTOR = "resume_driver:DyingActor"
+    start.ACTOR = "resume_driver:DyingActor"
 
 
 def main(config: str, *overrides: str) -> None:
@@ -128,7 +129,7 @@ def main(config: str, *overrides: str) -> None:
     plugins.register(Boundary(), "boundary")
     if POINT in os.environ:
         prepare()
-    run.train(load_config(config, overrides, backend="cpu", plugins=plugins), plugins)
+    train(load_config(config, overrides, backend="cpu", plugins=plugins), plugins)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from anygauge.plugins import Plugins, load_plugins
 from anygauge.run_directory import dumps
 from anygauge.runtime.rpc import WorkerId, decode, encode
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
-from anygauge.trainer import run as run_module
+from anygauge.trainer import start as start_module
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
@@ -107,6 +107,9 @@ class Here:
     def result(self) -> list[Any]:
         return self.pending
 
+    def begin(self) -> None:
+        pass
+
     def ready(self) -> None:
         pass
 
@@ -125,7 +128,7 @@ def worker_here() -> Iterator[None]:
         plugins, backend, dist.HashStore(), rank=0, world_size=1, timeout_s=60.0, single_host=True
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "launch_workers", Here)
+        patch.setattr(start_module, "launch_workers", Here)
         yield
     from megatron.core import parallel_state
 

@@ -15,7 +15,7 @@ import pytest
 from anygauge.cli import eval as evaluate_command
 from anygauge.cli import main
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge.trainer import run
+from anygauge.trainer import start
 from anygauge.trainer.evaluation_run import find_checkpoint, logs_of_failures
 from anygauge_hooks.errors import CheckpointError, PlacementError, RewardError, WorkerFailedError
 
@@ -198,7 +198,7 @@ def test_every_node_is_to_have_the_checkpoint(finished: Path, monkeypatch: pytes
         asked.append(reads)
         raise PlacementError("no room")
 
-    monkeypatch.setattr(run, "launch_workers", launch)
+    monkeypatch.setattr(start, "launch_workers", launch)
     arguments = ["eval", str(finished / "eval.toml"), "--backend", "cpu"]
     assert main([*arguments, "--checkpoint", str(finished / "runs/run")]) == 1
     assert asked == [[checkpoint.path]]

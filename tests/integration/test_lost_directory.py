@@ -11,7 +11,8 @@ import pytest
 
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
-from anygauge.trainer import run as run_module
+from anygauge.trainer import start as start_module
+from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.types import RunInfo
@@ -37,14 +38,14 @@ class Harmful:
 @pytest.fixture
 def fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_actors: Any) -> Callable[..., Harmful]:
     """Return a function that trains until the error that a harm causes."""
-    monkeypatch.setattr(run_module, "launch_workers", launch_actors)
+    monkeypatch.setattr(start_module, "launch_workers", launch_actors)
 
     def fail(match: str, step: int, harm: Harm) -> Harmful:
         plugins, plugin = load_plugins(), Harmful(step, harm)
         plugins.register(plugin, "harmful")
         config = tiny_recipe(tmp_path, run__steps=3, save__every=1, debug__dump_rollouts=True)
         with pytest.raises(CheckpointError, match=match) as caught:
-            run_module.train(load_config(config, backend="cpu", plugins=plugins), plugins)
+            train(load_config(config, backend="cpu", plugins=plugins), plugins)
         assert caught.value.hint
         return plugin
 

@@ -14,6 +14,7 @@ from anygauge.serving.sglang.client.channel import Channel
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 from anygauge.trainer import run as run_module
+from anygauge.trainer import start as start_module
 from anygauge_hooks.errors import ConfigError, WorkerDiedError
 from anygauge_hooks.rl import Group
 from anygauge_hooks.types import RunInfo
@@ -62,9 +63,7 @@ def versions(groups: Sequence[Group]) -> list[set[int]]:
     ]
 
 
-def test_rollout_engines_start_while_the_trainers_prepare(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_come_up_while_the_data_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
     class Preparing:
@@ -74,11 +73,20 @@ def test_rollout_engines_start_while_the_trainers_prepare(
         def __exit__(self, *_: object) -> None:
             events.append("trainers end")
 
+        def begin(self) -> None:
+            events.append("trainers prepare")
+
         def ready(self) -> None:
             events.append("trainers are waited for")
             raise WorkerDiedError("they died")
 
     class Engines(Preparing):
+        def begin(self) -> None:
+            events.append("engines prepare")
+
+        def connect(self) -> None:
+            events.append("servers begin")
+
         def __exit__(self, *_: object) -> None:
             events.append("engines end")
 
@@ -90,12 +98,21 @@ def test_rollout_engines_start_while_the_trainers_prepare(
         events.append("engines start")
         return Engines()
 
+    def read_inputs(*arguments: Any) -> Any:
+        events.append("data are read")
+        return read(*arguments)
+
+    read = run_module.read_inputs
     install(tmp_path / "plugin", ["", ""], monkeypatch)
-    monkeypatch.setattr(run_module, "launch_workers", launch)
-    monkeypatch.setattr(run_module, "launch_engines", launch_engines)
+    monkeypatch.setattr(run_module, "read_inputs", read_inputs)
+    monkeypatch.setattr(start_module, "launch_workers", launch)
+    monkeypatch.setattr(start_module, "launch_engines", launch_engines)
     with pytest.raises(WorkerDiedError, match="they died"):
         run(tmp_path, Observer())
-    assert events == ["engines start", "trainers are waited for", "engines end", "trainers end"]
+    assert events == [
+        *("engines start", "engines prepare", "trainers prepare", "servers begin"),
+        *("data are read", "trainers are waited for", "engines end", "trainers end"),
+    ]
 
 
 def test_the_samples_of_a_prompt_are_one_http_request(
@@ -115,6 +132,8 @@ def test_the_samples_of_a_prompt_are_one_http_request(
     observer = Observer()
     run(tmp_path, observer, placement__rollout_workers=1)
     assert posts == [len(group.samples) for group in observer.groups] == [4] * 12
+    log = (tmp_path / "run" / "logs" / "rollout-0.log").read_text()
+    assert "looks after a process on cpu" in log, "the device was made after the server had begun"
 
 
 def test_servers_that_end_are_started_again_with_the_current_weights(

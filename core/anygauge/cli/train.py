@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anygauge.config import Config
+    from anygauge.config.load import LoadedConfig
     from anygauge.plugins import Plugins
-    from anygauge_hooks.types import BackendSpec
+    from anygauge_hooks.types import BackendSpec, RunInfo
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         plugins=plugins,
         check_files=args.check_files,
         download=not args.dry_run,
+        defers_models=not args.dry_run,
     )
     for change in loaded.changes:
         _say(f"filled in: {change}")
@@ -87,10 +89,7 @@ def run(args: argparse.Namespace) -> int:
             _say(f"not checked: {each.key} = {str(each)!r} is not in the cache; a run downloads it")
         print(dump_config(loaded.config), end="")
         return 0
-    from anygauge.distributed.garbage import freeze_living_objects
-    from anygauge.trainer.run import train
-
-    info = train(loaded, plugins, when_built=freeze_living_objects)
+    info = _train(loaded, plugins, args.backend)
     _say(f"done: {info.step} of {info.total_steps} steps; everything is in {info.directory}")
     return 0
 
@@ -110,6 +109,27 @@ def _model(config: Config, plugins: Plugins, *, is_dry: bool) -> Iterator[str]:
         yield f"model: {names}, built by transformers (train.engine = {engine.name!r})"
     if is_dry and (families := engine_support(plugins, hf)[0]):
         yield support_text(hf, families)
+
+
+def _train(loaded: LoadedConfig, plugins: Plugins, backend: str | None) -> RunInfo:
+    """Start the processes of a run, check what takes longer meanwhile, and run it.
+
+    :param backend: The one that was asked for.
+    """
+    from anygauge.trainer.start import start_run
+
+    def check() -> None:
+        if backend is not None:
+            from anygauge.plugins import select_backend
+
+            select_backend(plugins, backend)  # its probe may import torch
+        loaded.check_models()
+
+    with start_run(loaded, plugins, check=check) as started:
+        from anygauge.distributed.garbage import freeze_living_objects
+        from anygauge.trainer.run import train_started
+
+        return train_started(loaded, plugins, started, when_built=freeze_living_objects)
 
 
 def _check_usage(args: argparse.Namespace) -> None:
@@ -135,12 +155,13 @@ def _overrides(args: argparse.Namespace) -> list[str | tuple[str, Any]]:
 
 
 def _backend(plugins: Plugins, args: argparse.Namespace) -> tuple[BackendSpec, str]:
+    """Return the backend and why it was chosen. One that was asked for is yet to be probed."""
     from anygauge.plugins import find_backend, select_backend
 
-    if args.dry_run and args.backend is not None:
-        backends = plugins.named("register_backends")
-        return find_backend(plugins, backends, args.backend), "asked for; a dry run does not probe it"
-    return select_backend(plugins, args.backend)
+    if args.backend is None:
+        return select_backend(plugins)
+    reason = "asked for; a dry run does not probe it" if args.dry_run else "asked for"
+    return find_backend(plugins, plugins.named("register_backends"), args.backend), reason
 
 
 def _say(text: str) -> None:

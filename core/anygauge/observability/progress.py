@@ -105,7 +105,7 @@ class RunProgress:
     @hookimpl
     def on_wait(self, run: RunInfo, message: str) -> None:
         """Say what the run waits for, above the live display if there is one."""
-        if not self._has_begun and self._console is None:
+        if not self._has_begun:
             self._console = self._make_console()
         self._print(message)
 

@@ -23,7 +23,7 @@ from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.types import BackendSpec
 from anygauge_hooks.weights import WeightPeer, WeightTransportSpec
 
-__all__ = ["Engines", "SeparateEngines", "SharedEngines", "launch_engines", "open_engines"]
+__all__ = ["Engines", "SeparateEngines", "SharedEngines", "is_served", "launch_engines", "open_engines"]
 
 ROLLOUT = "anygauge.serving.rollout_workers:RolloutWorker"
 SERVER = "anygauge.serving.server_workers:ServerWorker"
@@ -125,9 +125,9 @@ def launch_engines(
     trainers: WorkerGroup,
     directory: Path,
 ) -> WorkerGroup | None:
-    """Start the workers of rollout engines that are processes of their own, while the trainers prepare.
+    """Start the workers of rollout engines that are processes of their own; none is waited for.
 
-    :param trainers: Placed, and not necessarily ready. They are ended after these workers.
+    :param trainers: Launched, and not necessarily ready. They are ended after these workers.
     :param directory: The run's directory.
     :returns: A context manager that ends the workers; ``None`` if the run has none.
     """
@@ -144,15 +144,17 @@ def launch_engines(
         num_workers=count,
         collective=False,
         first_device=0 if colocated else config.placement.train_workers,
+        wait=False,
     )
-    if not _is_served(config, plugins):
-        return launch(worker_class=ROLLOUT, wait=False)
+    if not is_served(config, plugins):
+        return launch(worker_class=ROLLOUT)
     devices = devices_of_server(config, plugins)
     seats = trainers.seats(count, devices) if colocated and config.placement.launcher == "ray" else ()
-    return launch(worker_class=SERVER, devices=devices, seats=seats)
+    return launch(worker_class=SERVER, devices=devices, seats=seats, computes=False)
 
 
-def _is_served(config: Config, plugins: Plugins) -> bool:
+def is_served(config: Config, plugins: Plugins) -> bool:
+    """Return whether the rollout engines are servers, which a worker looks after."""
     spec: RolloutEngineSpec = plugins.get("register_rollout_engines", config.rollout.engine)
     return spec.serve is not None
 
@@ -177,7 +179,9 @@ def open_engines(
     senders = trainers if components.trains and components.generates else None
     if not (config.has_engines_apart and components.generates):
         yield SharedEngines(trainers, senders)
-    elif workers is None or _is_served(config, plugins):
+    elif workers is None or is_served(config, plugins):
+        if workers is not None:
+            workers.ready()
         make = _colocated(config, plugins, colocation) if colocation.shared else ServedEngines
         with open_servers(config, plugins, workers, senders, directory, make) as servers:
             yield servers

@@ -30,7 +30,8 @@ from anygauge.run_directory.checkpoint_reader import (
 from anygauge.runtime.signals import terminate_as_exception
 from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.inputs import EvalSet, load_tokenizer, media_finder, read_eval_sets, rewards
-from anygauge.trainer.run import open_session, run_info
+from anygauge.trainer.run import open_session
+from anygauge.trainer.start import run_info
 from anygauge.trainer.state import RunState
 from anygauge_hooks.errors import AnygaugeError, CheckpointError, ConfigError, WorkerFailedError
 

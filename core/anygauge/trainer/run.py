@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
-from anygauge.config.roles import Components, run_components
+from anygauge.config.roles import Components
 from anygauge.config.secret_values import secret_values
 from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.loader import LoadedSource, MediaLoader
@@ -23,16 +23,13 @@ from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer
 from anygauge.run_directory.capabilities import write_capabilities
 from anygauge.run_directory.checkpoints import CheckpointWriter
-from anygauge.run_directory.directory import RunDirectory, open_run_directory
+from anygauge.run_directory.directory import RunDirectory
 from anygauge.run_directory.dumps import model_facts
-from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.media_stores import own_store
-from anygauge.runtime.signals import terminate_as_exception
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.serving.colocation import ColocationScheduler
-from anygauge.serving.engines import launch_engines, open_engines
+from anygauge.serving.engines import open_engines
 from anygauge.serving.memory_fit import MemoryFit
-from anygauge.serving.served_engines import devices_of_server
 from anygauge.trainer.actors import replays
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.generation import open_maker
@@ -41,14 +38,20 @@ from anygauge.trainer.loop import Loop, announce, finish_saving, run_loop, tell_
 from anygauge.trainer.replay import ReplayedMedia, ReplayedRollouts
 from anygauge.trainer.rollout_scheduler import GroupSource, open_rollout_scheduler
 from anygauge.trainer.session import TRAINING, Session
+from anygauge.trainer.start import (
+    Processes,
+    StartedRun,
+    run_info,
+    start_processes,
+    start_run,
+    starting_line,
+)
 from anygauge.trainer.state import RunState
 from anygauge_hooks.types import RunInfo, Tracker
 
-__all__ = ["open_session", "run_info", "train"]
+__all__ = ["open_session", "train", "train_started"]
 
 logger = logging.getLogger(__name__)
-
-ACTOR = "anygauge.trainer.actors:ActorWorker"
 
 
 def train(
@@ -56,46 +59,49 @@ def train(
 ) -> RunInfo:
     """Run a config to its end.
 
-    Data and rewards are checked before the run directory is made, and it is made before any process starts.
-
     :param loaded: From :func:`anygauge.config.load.load_config`.
     :param when_built: Called once all processes and objects of the run are there, before its first step.
     :returns: The run as it ended.
     """
+    with start_run(loaded, plugins, check=loaded.check_models) as started:
+        return train_started(loaded, plugins, started, when_built=when_built)
+
+
+def train_started(
+    loaded: LoadedConfig,
+    plugins: Plugins,
+    started: StartedRun,
+    *,
+    when_built: Callable[[], object] = lambda: None,
+) -> RunInfo:
+    """Run a config to its end, whose processes come up already.
+
+    Data and rewards are checked meanwhile. The run directory is opened after that: until then an earlier run
+    there is as it was.
+
+    :param started: From :func:`anygauge.trainer.start.start_run`.
+    :param when_built: As of :func:`train`.
+    """
     config = loaded.config
     inputs = read_inputs(config, plugins)
+    started.processes.times.note("data")
     facts = plugins.environment()
-    with terminate_as_exception(), open_run_directory(config, facts) as directory:
-        state = RunState(run_info(loaded, directory.path, facts), source=inputs.source.state_dict())
-        if directory.checkpoint is not None:
-            state.restore(directory.checkpoint.state)
-            inputs.source.load_state_dict(state.source)
-        secrets = secret_values(config)
-        log = driver_log(directory.path, backend=state.info.where, secrets=secrets)
-        with log, ExitStack() as stack, notify_observers(plugins, state):
-            loop = open_loop(loaded, plugins, inputs, directory, state, stack)
-            when_built()
-            with salvaged(loop):
-                run_loop(loop)
-                finish_saving(loop)
-            if loop.checkpoints is not None:
-                loop.checkpoints.require_last()
-        return state.info
-
-
-def run_info(loaded: LoadedConfig, directory: Path, facts: Mapping[str, str]) -> RunInfo:
-    """Return what observers are told of a run before its first step.
-
-    :param facts: Facts that plugins report about this host.
-    """
-    return RunInfo(
-        name=loaded.config.run.name,
-        directory=str(directory),
-        backend=loaded.backend.name,
-        total_steps=loaded.config.run.steps,
-        config=loaded.config,
-        devices=facts.get(loaded.backend.name, ""),
-    )
+    directory = started.directory.open(facts)
+    state = RunState(run_info(loaded, directory.path, facts), source=inputs.source.state_dict())
+    if directory.checkpoint is not None:
+        state.restore(directory.checkpoint.state)
+        inputs.source.load_state_dict(state.source)
+    secrets = secret_values(config)
+    log = driver_log(directory.path, backend=state.info.where, secrets=secrets)
+    with log, ExitStack() as stack, notify_observers(plugins, state):
+        loop = open_loop(loaded, plugins, inputs, directory, state, started, stack)
+        when_built()
+        with salvaged(loop):
+            run_loop(loop)
+            finish_saving(loop)
+        if loop.checkpoints is not None:
+            loop.checkpoints.require_last()
+    return state.info
 
 
 def open_loop(
@@ -104,10 +110,11 @@ def open_loop(
     inputs: Inputs,
     directory: RunDirectory,
     state: RunState,
+    started: StartedRun,
     stack: ExitStack,
 ) -> Loop:
     """Start what the steps of a run share, and go to where an earlier part of it ended; the stack ends it."""
-    config, components = loaded.config, run_components(loaded.config)
+    config, components = loaded.config, started.components
     checkpoint = None if directory.checkpoint is None else directory.checkpoint.path
     tell = partial(tell_of_wait, plugins, state)
     session = open_session(
@@ -120,6 +127,7 @@ def open_loop(
         checkpoint=checkpoint,
         media=inputs.media,
         tell=tell,
+        processes=started.processes,
     )
     source = inputs.source if session.media is None else LoadedSource(inputs.source, session.media)
     if directory.continues:
@@ -164,13 +172,15 @@ def open_session(
     checkpoint: Path | None,
     media: MediaFinder | None = None,
     tell: Callable[[str], None] = logger.info,
+    processes: Processes | None = None,
 ) -> Session:
-    """Start the scorers, the workers and the engines; the stack ends them.
+    """Start the scorers, the workers and the engines, and wait for them; the stack ends them.
 
     :param components: Components that are built.
     :param checkpoint: Loaded into the train engines, and from there into the rollout engines.
     :param media: Finder of the run's media; ``None`` for a run of text.
-    :param tell: Called with a line about what is started and waited for.
+    :param tell: Called with a line about what is waited for.
+    :param processes: Workers and engines that come up already; ``None`` starts them.
     """
     config, directory = loaded.config, Path(state.info.directory)
     stack.enter_context(single_torch_thread())
@@ -179,25 +189,16 @@ def open_session(
     if media is not None:
         # Closed after the workers, which may be reading.
         loader = stack.enter_context(closing(MediaLoader(own_store(config, directory), media)))
-    tell(starting_line(config, components))
-    workers = stack.enter_context(
-        launch_workers(
-            config,
-            loaded.backend,
-            plugins,
-            worker_class=ACTOR,
-            role="actor",
-            run_directory=directory,
-            extra_devices=extra_devices(config, plugins),
-            reads=[] if checkpoint is None else [checkpoint],
-            options={"components": components},
-            wait=False,
-        )
-    )
-    rollouts = launch_engines(config, loaded.backend, plugins, components, workers, directory)
-    if rollouts is not None:
-        stack.enter_context(rollouts)
+    if processes is None:
+        tell(starting_line(config, components))
+        reads = [] if checkpoint is None else [checkpoint]
+        processes = start_processes(loaded, plugins, components, directory, stack, reads=reads)
+    else:
+        stack.push(processes.stack.pop_all())
+        tell("the data are read; waiting for the training workers (logs/actor-*)")
+    workers, rollouts, times = processes.workers, processes.rollouts, processes.times
     workers.ready()
+    times.note("workers")
     if rollouts is not None:
         tell("the training workers are ready; waiting for the rollout engines (logs/rollout-*)")
     if checkpoint is not None:
@@ -206,6 +207,8 @@ def open_session(
     engines = stack.enter_context(
         open_engines(config, plugins, components, workers, rollouts, directory, colocation)
     )
+    times.note("engines")
+    logger.info("start: %s", times)
     # The engines have loaded model.path, and a start from an adapter trains other weights.
     if checkpoint is not None or (components.trains and config.train.lora.path is not None):
         engines.sync(state.version)
@@ -229,14 +232,6 @@ def open_session(
     )
 
 
-def starting_line(config: Config, components: Components) -> str:
-    """Return which processes of a run start, for its terminal."""
-    engines = config.placement.rollout_workers if components.generates else 0
-    counts = {"training worker": config.placement.train_workers, "rollout engine": engines}
-    named = (f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
-    return f"starting {' and '.join(named)}"
-
-
 @contextmanager
 def single_torch_thread() -> Iterator[None]:
     """Let torch compute with one thread in this process.
@@ -250,12 +245,6 @@ def single_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def extra_devices(config: Config, plugins: Plugins) -> int:
-    """Return how many devices the rollout engines take beside those of the workers that train."""
-    own = not config.placement.colocated
-    return config.placement.rollout_workers * devices_of_server(config, plugins) if own else 0
 
 
 def open_colocation(

@@ -1,7 +1,7 @@
 """Fixtures of the tests of bad inputs: a model, data, an earlier run and the path of the command.
 
 Every case takes it with ``run.overwrite = true``, on a directory that holds an earlier run: whatever is wrong
-must be found, with a code, before that is touched and before any process starts.
+must be found, with a code, before that is touched and before any process is waited for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, settings
 from anygauge.config.load import load_config
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
-from anygauge.trainer import run
+from anygauge.trainer import start
+from anygauge.trainer.run import train
 from anygauge_hooks.errors import AnygaugeError
 
 CODED = re.compile(r"\[AG\d{3}\]\Z")
@@ -80,20 +81,32 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+class Workers:
+    """Workers that come up until somebody waits for them."""
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End nothing."""
+
+    def begin(self) -> None:
+        """Prepare nothing."""
+
+    def ready(self) -> None:
+        raise AssertionError("the input was taken for a good one: the workers are waited for")
+
+
 @pytest.fixture
 def attempt(workplace: Path, plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> Attempt:
     """Return a function that runs the config with overrides and returns the error that it ends in."""
-
-    def reached(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("the input was taken for a good one: the workers would start")
-
-    monkeypatch.setattr(run, "launch_workers", reached)
+    monkeypatch.setattr(start, "launch_workers", lambda *_, **__: Workers())
     monkeypatch.chdir(workplace)
 
     def attempt(*overrides: tuple[str, Any], config: Path = workplace / "run.toml") -> AnygaugeError:
         before = contents(workplace / "runs")
         with pytest.raises(AnygaugeError) as caught:
-            run.train(load_config(config, overrides, backend="cpu", plugins=plugins), plugins)
+            train(load_config(config, overrides, backend="cpu", plugins=plugins), plugins)
         assert contents(workplace / "runs") == before
         assert CODED.search(str(caught.value)), str(caught.value)
         assert caught.value.hint, "it says what to do"

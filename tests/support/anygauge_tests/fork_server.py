@@ -49,6 +49,7 @@ _MODULES = (
     "anygauge_tests.workers",
     "anygauge.trainer.actors",
     "anygauge.trainer.run",
+    "anygauge.trainer.start",
     "anygauge.runtime.worker",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",

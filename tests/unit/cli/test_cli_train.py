@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -14,6 +15,7 @@ from anygauge.cli import main
 from anygauge.config import LoadedConfig
 from anygauge.distributed.garbage import freeze_living_objects
 from anygauge.plugins import Plugins
+from anygauge_hooks.types import ConfigProblem
 
 CONFIG = """
 [run]
@@ -160,18 +162,34 @@ def test_a_run_gets_the_loaded_config_and_modules_of_the_current_directory(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[LoadedConfig] = []
+    checks: list[bool] = []
 
-    def train(loaded: LoadedConfig, plugins: Plugins, *, when_built: Callable[[], None]) -> SimpleNamespace:
-        assert when_built is freeze_living_objects
+    @contextmanager
+    def start_run(loaded: LoadedConfig, plugins: Plugins, *, check: Callable[[], None]) -> Iterator[str]:
+        assert checks == [False], "the models are checked while the processes come up"
+        check()
+        yield "started"
+
+    def train_started(
+        loaded: LoadedConfig, plugins: Plugins, started: str, *, when_built: Callable[[], None]
+    ) -> SimpleNamespace:
+        assert (started, when_built) == ("started", freeze_living_objects)
         seen.append(loaded)
         return SimpleNamespace(step=3, total_steps=3, directory="/runs/t")
 
-    stub = ModuleType("anygauge.trainer.run")
-    stub.train = train  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "anygauge.trainer.run", stub)
-    monkeypatch.setattr("anygauge.config.load.check", lambda *args, **options: [])
+    for name, function in {"start": start_run, "run": train_started}.items():
+        stub = ModuleType(f"anygauge.trainer.{name}")
+        setattr(stub, function.__name__, function)
+        monkeypatch.setitem(sys.modules, stub.__name__, stub)
+
+    def checked(*_: object, checks_models: bool, **__: object) -> list[ConfigProblem]:
+        checks.append(checks_models)
+        return []
+
+    monkeypatch.setattr("anygauge.config.load.check", checked)
     (tmp_path / "my_rewards_of_a_test.py").write_text("")
     assert main(["train", config, "--backend", "cpu", "--reward.function=my_rewards_of_a_test:f"]) == 0
+    assert checks == [False, True]
     assert seen[0].config.run.name == "t"
     assert "run.name" in seen[0].user_keys
     assert str(tmp_path) in sys.path

@@ -358,6 +358,15 @@ def test_what_starts_is_said_before_the_first_step(run: RunInfo, capsys: pytest.
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["starting", "run", "run"]
 
 
+def test_each_start_is_said_on_the_output_of_its_time(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that fails before its run begins is no error of a run, and another may follow."""
+    for _ in range(2):
+        output = io.StringIO()
+        monkeypatch.setattr(sys, "stdout", output)
+        plugin.on_wait(run=run, message="starting 1 training worker")
+        assert output.getvalue() == "starting 1 training worker\n"
+
+
 def test_a_run_that_fails_to_start_has_no_summary(run: RunInfo, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         plugin.on_wait(run=run, message="starting 1 training worker")
