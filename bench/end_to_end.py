@@ -26,6 +26,11 @@ Seconds, tokens a second and their parts are medians over the steps after the fi
 command to the first generated token. *GiB* is the peak of a trainer's allocated memory (on the CPU its
 resident memory). Held-out accuracy is greedy, before and after.
 
+A second table has the parts of the start, as the logs tell them: seconds to the end of each. The driver's
+are counted from its command, a worker's from its process: ``device`` imports torch, ``imports`` the engines,
+``waited`` is the wait for the driver, ``object`` loads the models. ``server`` is from SGLang's process to its
+first answer.
+
 ``--against COMMIT`` runs each row with that commit's packages too, in turns, ``--rounds`` times, and prints
 the medians' ratio. ``--compare LABEL`` does so with the rows of that label that the store has. A row that
 takes more than 1.03 times as long is a failure.
@@ -78,6 +83,12 @@ DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 PARTS = ("rollout", "train", "log_probs", "update_weights", "sleep", "wake_up")
 HEAD = ("row", "devices", "model", "s a step", *PARTS, "tokens/s", "generated/s", "reward", "held out")
 HEAD = (*HEAD, "log-probs", "GiB", "start", "falls short")
+STAGES = {
+    "driver.log": ("config", "processes", "checks", "data", "workers", "engines"),
+    "actor-0.log": ("device", "imports", "waited", "object"),
+    "rollout-0.log": ("server",),
+}
+"""Stages of a start, by the log that tells when each ended."""
 
 Stored = dict[tuple[str, str, int], Mapping[str, Any]]
 """Rows by label, name and round."""
@@ -172,9 +183,38 @@ def run_row(row: str, side: Side, arguments: argparse.Namespace, inputs: Mapping
     run_s = round(time.time() - started, 1)
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     start_s = round(float(first.read_text()) - started, 1) if first.exists() else None
+    parts = start_parts(directory / "logs")
     facts = {"label": side.label, "row": row, "devices": ROWS[row].devices, "run_s": run_s}
     figures = measured([json.loads(line) for line in lines])
-    return {**facts, "start_s": start_s, **figures, "settings": settings(row, arguments)}
+    return {
+        **facts,
+        "start_s": start_s,
+        "start_parts_s": parts,
+        **figures,
+        "settings": settings(row, arguments),
+    }
+
+
+def start_parts(logs: Path) -> dict[str, float]:
+    """Return when the stages of a run's start ended, by log and stage, in seconds; older trees tell none."""
+    parts: dict[str, float] = {}
+    for name in STAGES:
+        text = (logs / name).read_text(encoding="utf-8") if (logs / name).exists() else ""
+        for line in re.findall(r": start: (.+)$", text, re.MULTILINE):
+            parts |= {
+                f"{Path(name).stem} {stage}": float(s) for stage, s in re.findall(r"(\w+) ([\d.]+) s", line)
+            }
+    return parts
+
+
+def start_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the parts of the start of each row as a table in Markdown."""
+    keys = [f"{Path(name).stem} {stage}" for name, stages in STAGES.items() for stage in stages]
+    lines = [["row", *keys, "first token"], ["---"] * (len(keys) + 2)]
+    for row in rows:
+        values = [*(row.get("start_parts_s", {}).get(key) for key in keys), row["start_s"]]
+        lines.append([row["row"], *("-" if value is None else f"{value:.1f} s" for value in values)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def server_cores(row: str, backend: str) -> dict[str, str]:
@@ -387,7 +427,7 @@ def main(given: Sequence[str] | None = None) -> None:
         row for key, row in sorted(stored.items(), key=lambda item: item[0][2]) if key[0] == arguments.label
     ]
     shown = [each for row in rows for each in own if each["row"] == row]
-    print("\n".join([table(shown), *failed]))
+    print("\n".join([table(shown), "", start_table(shown), *failed]))
     for row in arguments.rows:
         if row not in rows:
             print(f"skipped {row}: it needs {ROWS[row].devices} devices, and there are {arguments.devices}")

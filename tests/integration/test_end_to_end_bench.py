@@ -56,5 +56,9 @@ def test_every_way_to_divide_a_model_runs(
         row["step_s"] > 0 and row["steps"] == 2 and row["settings"]["extra"] == few for row in rows.values()
     )
     assert all(0 < row["start_s"] < row["run_s"] for row in rows.values())
+    stages = ("config", "processes", "checks", "data", "workers", "engines")
+    for row in rows.values():
+        seconds = [row["start_parts_s"][f"driver {stage}"] for stage in stages]
+        assert seconds == sorted(seconds)
     assert max(row["log_prob_difference"] for row in rows.values()) < 1e-5
     assert rows["critic"]["phases_s"]["perf/train_values_time"] > 0

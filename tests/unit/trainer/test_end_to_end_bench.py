@@ -109,6 +109,10 @@ def call(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
         Path(env[bench["FIRST_TOKEN"]]).write_text(str(time.time() + 7))
         directory = config.parent / f"end-to-end-{config.stem}"
         directory.mkdir(exist_ok=True)
+        (directory / "logs").mkdir(exist_ok=True)
+        (directory / "logs" / "driver.log").write_text(
+            "INFO a.b: start: config 1.25 s, data 3.75 s\nINFO c: d\n"
+        )
         slow = 2.0 if "OTHER_TREE" in env else 1.0
         lines = [json.dumps(metrics(step, step / 4, **{"perf/step_time": slow})) for step in range(4)]
         (directory / "metrics.jsonl").write_text("\n".join(lines))
@@ -149,9 +153,12 @@ def test_a_row_that_is_stored_is_not_run_again(
     assert call() == ["colocated"]
     assert call() == []
     assert call("--directory", str(tmp_path / "elsewhere")) == []
-    shown = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[-2:]]
-    assert [cells[0] for cells in shown] == ["| embedded", "| colocated"]
-    assert all(cells[-2].startswith("7.") and cells[-2].endswith(" s") for cells in shown)
+    shown = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[-9:]]
+    rows, parts = shown[2:4], shown[7:9]
+    assert [cells[0] for cells in (*rows, *parts)] == ["embedded", "colocated"] * 2
+    assert all(cells[-2].startswith("7.") and cells[-2].endswith(" s") for cells in rows)
+    heads = [shown[5].index(name) for name in ("driver config", "driver data", "driver workers")]
+    assert [[cells[at] for at in heads] for cells in parts] == [["1.2 s", "3.8 s", "-"]] * 2
     assert len(stored(tmp_path)) == 2
 
 

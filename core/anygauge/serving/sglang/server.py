@@ -114,6 +114,8 @@ class SGLangServer:
         self._bootstrap: int | None = None
         self._log_start = 0
         """Where the log of the process begins."""
+        self._began = 0.0
+        """When the process began, in the seconds of :func:`time.monotonic`."""
 
     def begin(self, *, hold: bool) -> None:
         """Start the process and return; see :class:`anygauge_hooks.serving.SupportsEarlyStart`."""
@@ -195,6 +197,7 @@ class SGLangServer:
         self._ports = None
         self._tell(RELEASE)
         self._await(ports.http, deadline)
+        _log.info("start: server %.2f s", monotonic() - self._began)
         self._running_limit = self._read_limit()
         return self._address
 
@@ -211,6 +214,7 @@ class SGLangServer:
         self._address = f"http://{in_url(self._host)}:{ports.http}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**self._environment, HOLD: "1"} if hold else self._environment
+        self._began = monotonic()
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             self._note(log)
