@@ -45,7 +45,10 @@ _log = logging.getLogger(__name__)
 def _stdout_console() -> Console:
     from rich.console import Console
 
-    return Console(file=sys.stdout)
+    console = Console(file=sys.stdout)
+    if console.is_jupyter:  # plain lines: a notebook sets FORCE_COLOR, which makes a terminal of anything
+        return Console(file=sys.stdout, force_jupyter=False, force_terminal=False, color_system=None)
+    return console
 
 
 class RunProgress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -43,11 +44,14 @@ def terminate_as_exception(*, for_good: bool = False) -> Iterator[None]:
 
     The first signal raises: Ctrl-C :class:`KeyboardInterrupt`, the others :class:`SystemExit` with the exit
     code that a shell gives for them. Further ones are ignored, since the shut-down that it starts has
-    deadlines of its own. A signal that the process was told to ignore stays ignored. Call it from the main
-    thread. One within another shares its signals.
+    deadlines of its own. A signal that the process was told to ignore stays ignored. One within another
+    shares its signals. In another thread than the main one, where no signal arrives, it does nothing.
 
     :param for_good: The process ends after the block: what has come once is ignored from then on.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     caught = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
     outer = (handler for handler in before.values() if isinstance(handler, _Ending))

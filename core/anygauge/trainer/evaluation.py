@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from anygauge.trainer.inputs import EvalSet
     from anygauge.trainer.session import Session
 
-__all__ = ["Drawn", "eval_draw", "evaluate", "record", "score_metrics"]
+__all__ = ["Drawn", "eval_draw", "evaluate", "record", "sample_set", "score_metrics"]
 
 Drawn = tuple[Sequence[Prompt], SamplingParams, Sequence[Sequence[int]]]
 """Prompts, how they are sampled, and for each the seeds of its samples."""
@@ -68,12 +68,18 @@ def _evaluate_set(session: Session, eval_set: EvalSet, *, tolerant: bool) -> dic
 
 
 def _scored(session: Session, eval_set: EvalSet, scorer: Scorer, *, tolerant: bool) -> dict[str, float]:
+    groups = sample_set(session, eval_set)
+    return score_metrics(session.config, eval_set, scorer.score(groups, tolerant=tolerant))
+
+
+def sample_set(session: Session, eval_set: EvalSet) -> list[Group]:
+    """Return the samples of a data set, without rewards."""
     _, params, seeds = eval_draw(session, eval_set)
     assert session.maker is not None, "what is scored was generated"
     groups: list[Group] = []
     for prompts in windows(session.media, eval_set.prompts, session.config.rollout.prompts_per_step):
         groups += session.maker.sample(prompts, params, seeds[len(groups) : len(groups) + len(prompts)])
-    return score_metrics(session.config, eval_set, scorer.score(groups, tolerant=tolerant))
+    return groups
 
 
 def eval_draw(session: Session, eval_set: EvalSet) -> Drawn:

@@ -28,14 +28,16 @@ from anygauge.run_directory.checkpoint_reader import (
     read_checkpoint,
 )
 from anygauge.runtime.signals import terminate_as_exception
-from anygauge.trainer.evaluation import evaluate
+from anygauge.trainer.evaluation import evaluate, sample_set
 from anygauge.trainer.inputs import EvalSet, load_tokenizer, media_finder, read_eval_sets, rewards
 from anygauge.trainer.run import open_session
+from anygauge.trainer.session import Session
 from anygauge.trainer.start import run_info
 from anygauge.trainer.state import RunState
 from anygauge_hooks.errors import AnygaugeError, CheckpointError, ConfigError, WorkerFailedError
+from anygauge_hooks.rl import Group
 
-__all__ = ["evaluate_checkpoint", "evaluation_overrides", "find_checkpoint"]
+__all__ = ["evaluate_checkpoint", "evaluation_overrides", "find_checkpoint", "generate_samples"]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors of a disk that takes no more files."""
@@ -110,6 +112,26 @@ def evaluate_checkpoint(
     :param when_built: Called once all processes and objects are there, before the first sample.
     :raises ConfigError: The config names no evaluation data, or no reward to evaluate with.
     """
+    with open_evaluation(loaded, plugins, checkpoint) as session:
+        when_built()
+        metrics = evaluate(session)
+    return metrics if checkpoint is None else {"eval/step": checkpoint.step, **metrics}
+
+
+def generate_samples(loaded: LoadedConfig, plugins: Plugins) -> list[Group]:
+    """Return samples of every evaluation data set of a config, without rewards.
+
+    :param loaded: With :func:`evaluation_overrides`.
+    """
+    with open_evaluation(loaded, plugins, None) as session:
+        return [group for each in session.eval_sets for group in sample_set(session, each)]
+
+
+@contextmanager
+def open_evaluation(
+    loaded: LoadedConfig, plugins: Plugins, checkpoint: Checkpoint | None
+) -> Iterator[Session]:
+    """Start the processes of an evaluation; the block's end ends them."""
     eval_sets, media = read_evaluation(localized(loaded.config), plugins)
     components = evaluation_components(loaded.config, loads=checkpoint is not None)
     with terminate_as_exception(), logs_of_failures() as directory, ExitStack() as stack:
@@ -117,12 +139,7 @@ def evaluate_checkpoint(
         if checkpoint is not None:
             state.finish_step(checkpoint.step)
         path = None if checkpoint is None else checkpoint.path.absolute()
-        session = open_session(
-            loaded, plugins, components, eval_sets, state, stack, checkpoint=path, media=media
-        )
-        when_built()
-        metrics = evaluate(session)
-    return metrics if checkpoint is None else {"eval/step": checkpoint.step, **metrics}
+        yield open_session(loaded, plugins, components, eval_sets, state, stack, checkpoint=path, media=media)
 
 
 def read_evaluation(config: Config, plugins: Plugins) -> tuple[list[EvalSet], MediaFinder | None]:

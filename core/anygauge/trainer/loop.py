@@ -131,8 +131,11 @@ class Training:
     """Whether the policy is trained, or the critic alone."""
 
 
-def run_loop(loop: Loop) -> None:
-    """Run every step that is left."""
+def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> None:
+    """Run every step that is left, or until it is told to stop.
+
+    :param should_stop: Asked after each step, once observers and health rules have seen it.
+    """
     config, total, first = loop.config, loop.config.run.steps, loop.info.step + 1
     take_step, monitor = choose_step(config), HealthMonitor(config, Path(loop.info.directory))
     loop.session.plugins.notify("before_train", run=loop.info)
@@ -151,10 +154,14 @@ def run_loop(loop: Loop) -> None:
         loop.session.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
         with save_if_unhealthy(loop, step, learnt=step > first):
             monitor.check(metrics, step)
-        evaluate_if_due(loop)
+        ends = step < total and should_stop()
+        evaluate_if_due(loop, ends=ends)
         loop.directory.check()
         started = time.perf_counter()
-        loop.save_s = time.perf_counter() - started if save(loop, step) else 0.0
+        loop.save_s = time.perf_counter() - started if save(loop, step, ends=ends) else 0.0
+        if ends:
+            _log.info("the run was told to stop after step %d of %d", step, total)
+            break
     loop.directory.check()
 
 
@@ -197,12 +204,15 @@ def save_if_unhealthy(loop: Loop, step: int, *, learnt: bool) -> Iterator[None]:
         raise
 
 
-def evaluate_if_due(loop: Loop) -> None:
-    """Evaluate after the last step and after every so many; record what was evaluated meanwhile."""
+def evaluate_if_due(loop: Loop, *, ends: bool = False) -> None:
+    """Evaluate after the last step and after every so many; record what was evaluated meanwhile.
+
+    :param ends: Whether this step is the last one before its time.
+    """
     step, total = loop.info.step, loop.config.run.steps
     if loop.background is not None:
         loop.background.collect()
-    if step == total:
+    if ends or step == total:
         if loop.background is not None:
             loop.background.finish()
         evaluate(loop.session, tolerant=True)

@@ -55,16 +55,21 @@ logger = logging.getLogger(__name__)
 
 
 def train(
-    loaded: LoadedConfig, plugins: Plugins, *, when_built: Callable[[], object] = lambda: None
+    loaded: LoadedConfig,
+    plugins: Plugins,
+    *,
+    when_built: Callable[[], object] = lambda: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> RunInfo:
     """Run a config to its end.
 
     :param loaded: From :func:`anygauge.config.load.load_config`.
     :param when_built: Called once all processes and objects of the run are there, before its first step.
+    :param should_stop: Asked after each step; the run then ends as after its last step, with a checkpoint.
     :returns: The run as it ended.
     """
     with start_run(loaded, plugins, check=loaded.check_models) as started:
-        return train_started(loaded, plugins, started, when_built=when_built)
+        return train_started(loaded, plugins, started, when_built=when_built, should_stop=should_stop)
 
 
 def train_started(
@@ -73,6 +78,7 @@ def train_started(
     started: StartedRun,
     *,
     when_built: Callable[[], object] = lambda: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> RunInfo:
     """Run a config to its end, whose processes come up already.
 
@@ -80,7 +86,7 @@ def train_started(
     there is as it was.
 
     :param started: From :func:`anygauge.trainer.start.start_run`.
-    :param when_built: As of :func:`train`.
+    :param when_built: As of :func:`train`, as is ``should_stop``.
     """
     config = loaded.config
     inputs = read_inputs(config, plugins)
@@ -97,7 +103,7 @@ def train_started(
         loop = open_loop(loaded, plugins, inputs, directory, state, started, stack)
         when_built()
         with salvaged(loop):
-            run_loop(loop)
+            run_loop(loop, should_stop)
             finish_saving(loop)
         if loop.checkpoints is not None:
             loop.checkpoints.require_last()
@@ -273,6 +279,7 @@ def open_scorers(
     """
     wanted = {TRAINING: config.reward, **{s.name: s.settings.reward or config.reward for s in eval_sets}}
     lengths = {TRAINING: None, **{s.name: s.settings.max_new_tokens for s in eval_sets}}
+    labels = {TRAINING: config.data.label_key, **{s.name: s.settings.label_key for s in eval_sets}}
     scorers: dict[str, Scorer] = {}
     for name, reward in wanted.items():
         if not (reward.function or reward.parts):
@@ -282,7 +289,15 @@ def open_scorers(
             continue
         log = directory / "logs" / f"scorer{f'-{name}' if name else ''}.log"
         limit = lengths[name] or config.rollout.max_new_tokens
-        made = Scorer(reward, plugins, max_new_tokens=limit, log=log, deadline_s=config.run.timeout_s)
+        made = Scorer(
+            reward,
+            plugins,
+            max_new_tokens=limit,
+            log=log,
+            deadline_s=config.run.timeout_s,
+            label_key=labels[name],
+            is_chat=config.data.apply_chat_template,
+        )
         scorers[name] = stack.enter_context(made)
         scorers[name].start()  # while the workers start
     return scorers

@@ -373,3 +373,16 @@ def test_a_run_that_fails_to_start_has_no_summary(run: RunInfo, capsys: pytest.C
         plugin.on_error(run=run, error=RolloutError("no memory"))
         plugin.after_train(run=run)
     assert capsys.readouterr().out == "starting 1 training worker\n" * 2
+
+
+def test_a_notebook_gets_plain_lines(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jupyter sets FORCE_COLOR for its kernels, which makes rich take any stream for a terminal."""
+    output = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    progress = RunProgress(clock=ticks(0, 0, 1).__next__)
+    progress.before_train(run)
+    progress.after_train_step(replace(run, step=1), {"rollout/raw_reward": 0.5})
+    assert "\x1b" not in output.getvalue()
+    assert "step 1/" in output.getvalue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -107,3 +108,17 @@ def test_an_exit_of_its_own_is_left_alone() -> None:
     with pytest.raises(SystemExit) as caught, terminate_as_exception():
         raise SystemExit(3)
     assert caught.value.code == 3
+
+
+def test_in_another_thread_the_handlers_stay_as_they_are() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    inside: list[object] = []
+
+    def work() -> None:
+        with terminate_as_exception():
+            inside.extend(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert inside == before

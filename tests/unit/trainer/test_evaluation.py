@@ -112,7 +112,7 @@ def test_a_run_has_nothing_to_lose_before_its_first_step(monkeypatch: pytest.Mon
         loop_module, "evaluate", lambda session, **given: asked.append((session.info.step, given))
     )
     monkeypatch.setattr(loop_module, "choose_step", lambda config: lambda loop, step: {})
-    monkeypatch.setattr(loop_module, "save", lambda loop, step: False)
+    monkeypatch.setattr(loop_module, "save", lambda loop, step, *, ends: False)
     info = SimpleNamespace(step=0, directory="run")
     session = SimpleNamespace(
         info=info,

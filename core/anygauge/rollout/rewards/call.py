@@ -12,13 +12,28 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from anygauge.rollout.rewards import limited
 from anygauge.rollout.rewards.extraction import boxed
-from anygauge_hooks.errors import AnygaugeError
+from anygauge_hooks.errors import AnygaugeError, RewardError
 
-__all__ = ["ARGUMENTS", "DEFAULT_KEY", "LARGEST", "Call", "Item", "Outcome", "accepted", "failure", "number"]
+__all__ = [
+    "ARGUMENTS",
+    "DEFAULT_KEY",
+    "LARGEST",
+    "TRL_ARGUMENTS",
+    "Call",
+    "Item",
+    "Outcome",
+    "TrlForm",
+    "accepted",
+    "failure",
+    "number",
+]
 
 ARGUMENTS = ("response", "label", "metadata", "prompt")
 """Arguments that a reward function may take, each by name; the first is required."""
+TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""Arguments of a function in TRL's form, beside the columns of the data; each is a list over the samples."""
 DEFAULT_KEY = "score"
 """Which number of a result that is a dict, where ``reward.key`` names none."""
 LARGEST = 1e30
@@ -39,6 +54,43 @@ class Item(NamedTuple):
     label: Any
     metadata: Any
     prompt: Any
+    completion_ids: Any = None
+    """Tokens of each response, for a function in TRL's form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrlForm:
+    """A reward function in TRL's form: ``def reward(completions, **columns) -> list[float]``."""
+
+    needs: tuple[str, ...] = ()
+    """Columns without a default."""
+    takes: tuple[str, ...] | None = None
+    """Parameters by name; ``None`` if it takes any."""
+    label_key: str | None = None
+    """Column that holds the label."""
+    is_chat: bool = False
+    """Whether a completion is a list of one message, as in TRL's conversational data."""
+
+    def arguments(self, item: Item, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments for the samples of a prompt.
+
+        :raises RewardError: The data lacks a column that the function needs.
+        """
+        texts = item.response
+        completions = [[{"role": "assistant", "content": each}] for each in texts] if self.is_chat else texts
+        known = {"prompts": item.prompt, "completions": completions, "completion_ids": item.completion_ids}
+        given = self._columns(item) | known | dict(options)
+        if missing := [name for name in self.needs if name not in given]:
+            raise RewardError(
+                f"the data has no column {', '.join(missing)}; it has {', '.join(self._columns(item))}.",
+                hint="Rename a column of the data or a parameter of the function.",
+            )
+        return given if self.takes is None else {name: given[name] for name in self.takes if name in given}
+
+    def _columns(self, item: Item) -> dict[str, Sequence[Any]]:
+        rows: Sequence[Mapping[str, Any]] = item.metadata
+        columns: dict[str, Sequence[Any]] = {key: [row.get(key) for row in rows] for key in rows[0]}
+        return columns if self.label_key is None else {**columns, self.label_key: item.label}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +106,13 @@ class Call:
     """Whether the function gets only the boxed answer."""
     per_group: bool = False
     accepted: tuple[str, ...] = ARGUMENTS
+    trl: TrlForm | None = None
+    """Set for a function in TRL's form, which is called once per group."""
 
     def arguments(self, item: Item) -> dict[str, Any]:
         """Return the keyword arguments for one call."""
+        if self.trl is not None:
+            return self.trl.arguments(item._replace(response=self.given(item.response)), self.options)
         arguments = self.shared(item)
         arguments["response"] = self.given(item.response)
         return arguments
@@ -86,6 +142,8 @@ class Call:
         if not isinstance(values, (list, tuple)) or len(values) != count:
             kind = f"{len(values)} values" if isinstance(values, (list, tuple)) else _shown(values)
             return [self.failed(f"returned {kind} for {count} samples, not a list of {count}")] * count
+        if self.trl is not None:  # TRL adds up its functions' rewards without those that are None
+            values = [0.0 if each is None else each for each in values]
         return [self.outcome(each) for each in values]
 
     def outcome(self, value: Any) -> Outcome:
@@ -141,7 +199,8 @@ def failure(error: BaseException) -> str:
     if isinstance(error, AnygaugeError):
         return f"failed: {error.args[0]}" + (f" {error.hint}" if error.hint else "")
     whole = traceback.extract_tb(error.__traceback__)
-    frames = list(dropwhile(lambda frame: frame.filename == whole[0].filename, whole))
+    callers = (whole[0].filename, limited.__file__)
+    frames = list(dropwhile(lambda frame: frame.filename in callers, whole))
     # What the user wrote, and not the library that it called.
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""

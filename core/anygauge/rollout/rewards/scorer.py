@@ -54,6 +54,8 @@ class Scorer(AbstractContextManager["Scorer"]):
     :param log: Where the output of the processes goes: ``scorer.log`` stands for ``scorer-0.log`` and so on.
         ``None`` takes standard error.
     :param deadline_s: Longest time of the processes for all samples of a call; those left over then fail.
+    :param label_key: Column of the label, for functions in TRL's form.
+    :param is_chat: Whether the completions that those get are messages.
     :raises UnknownNameError: There is no such function.
     :raises RewardError: It cannot be called as a reward function, or none is named.
     """
@@ -66,12 +68,14 @@ class Scorer(AbstractContextManager["Scorer"]):
         max_new_tokens: int,
         log: Path | None,
         deadline_s: float | None = None,
+        label_key: str | None = None,
+        is_chat: bool = False,
     ) -> None:
         self._reward = reward
         self._lock = threading.Lock()
         self._max_new_tokens = max_new_tokens
         self._deadline_s = math.inf if deadline_s is None else deadline_s
-        self._parts = resolve_rewards(reward, plugins)
+        self._parts = resolve_rewards(reward, plugins, label_key=label_key, is_chat=is_chat)
         apart = {part.name: (part.call, part.origin) for part in self._parts if part.origin is not None}
         self._apart = {name: index for index, name in enumerate(apart)}
         setup = Setup(
@@ -136,7 +140,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         jobs = [
             Job(
                 self._apart[part.name],
-                list(_items(groups, per_group=part.call.per_group)),
+                list(_items(groups, part.call)),
                 partial(_place, groups, part.call.per_group),
             )
             for part in self._parts
@@ -146,11 +150,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         return [
             list(chain.from_iterable(next(apart)))
             if part.name in self._apart
-            else [
-                outcome
-                for item in _items(groups, per_group=part.call.per_group)
-                for outcome in _called(part.call, item)
-            ]
+            else [outcome for item in _items(groups, part.call) for outcome in _called(part.call, item)]
             for part in self._parts
         ]
 
@@ -240,14 +240,16 @@ def _fields(call: Call) -> dict[str, object]:
     return {field.name: getattr(call, field.name) for field in fields(call) if field.name != "fn"}
 
 
-def _items(groups: Sequence[Group], *, per_group: bool) -> Iterator[Item]:
+def _items(groups: Sequence[Group], call: Call) -> Iterator[Item]:
     for group in groups:
         prompt, samples = group.prompt, group.samples
-        if not per_group:
+        if not call.per_group:
             label, metadata, text = prompt.label, prompt.metadata, prompt.text
             yield from (Item(sample.text, label, metadata, text) for sample in samples)
         elif samples:
-            yield _whole(group)
+            whole = _whole(group)
+            tokens = [list(sample.response_tokens) for sample in samples] if call.trl is not None else None
+            yield whole if tokens is None else whole._replace(completion_ids=tokens)
 
 
 def _place(groups: Sequence[Group], per_group: bool, index: int) -> str:
