@@ -60,6 +60,24 @@ for module in modules:
 gc.freeze()  # the end of the process need not look at them all
 """
 
+IMPORT_PACKAGE = """
+import sys
+
+before = {*sys.modules}
+import anygauge
+
+more = {name for name in {*sys.modules} - before if name.partition(".")[0] not in sys.stdlib_module_names}
+assert more == {"anygauge", "anygauge.version"}, more
+assert {"Config", "Run", "evaluate", "generate", "train"} <= {*dir(anygauge)}
+"""
+IMPORT_NAMES = """
+import json, sys
+from anygauge import *
+
+assert train and evaluate and generate and Run and Config
+found = [name for name in json.loads(sys.argv[1])[0] if name in sys.modules]
+assert not found, found
+"""
 IMPORT_LIGHT = """
 import importlib, json, sys
 
@@ -113,6 +131,11 @@ def test_the_command_line_and_every_plugin_import_nothing_heavy() -> None:
     assert len(ours) >= 4
     names = ["anygauge", "anygauge_hooks.specs", "anygauge.cli", "anygauge.config", "anygauge.plugins"]
     run(IMPORT_LIGHT, [*names, *DEFAULT_PLUGINS, *ours], HEAVY)
+
+
+def test_the_python_api_imports_nothing_heavy_and_the_package_next_to_nothing() -> None:
+    run(IMPORT_PACKAGE)
+    run(IMPORT_NAMES, HEAVY)
 
 
 def test_help_takes_less_than_half_a_second() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Literal
 
-from anygauge import __version__
+from anygauge.version import __version__
 from anygauge_hooks.errors import UnknownBackendError
 from anygauge_hooks.types import HostCheck
 

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Sequence
 from types import TracebackType
 
-from anygauge import __version__
 from anygauge.cli import check_model, convert, doctor, hooks, init, launch, report, train
 from anygauge.cli import eval as evaluate
 from anygauge.cli.arguments import split_arguments
@@ -22,6 +21,7 @@ from anygauge.observability.control_characters import (
     format_warning,
     visible,
 )
+from anygauge.version import __version__
 from anygauge_hooks.errors import AnygaugeError, WorkerFailedError
 
 __all__ = ["COMMANDS", "make_parser", "run"]

@@ -41,28 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print a table."""
-    from anygauge.config import load_config
-    from anygauge.plugins import load_plugins, select_backend
-    from anygauge.trainer.evaluation_run import evaluate_checkpoint, evaluation_overrides, find_checkpoint
+    from anygauge.api.start import evaluate_loaded, load_evaluation
 
     if args.out is not None:
         _check_target(args.out)
-    # `python -m` and scripts find modules of the current directory, and so must a reward named in a config.
-    sys.path.append(os.getcwd())
-    plugins = load_plugins()
-    backend, reason = select_backend(plugins, args.backend)
-    print(f"backend: {backend.name} ({reason})", file=sys.stderr, flush=True)
-    checkpoint = None if args.checkpoint is None else find_checkpoint(args.checkpoint)
-    overrides = [*args.overrides, *evaluation_overrides(args.checkpoint if checkpoint is None else None)]
-    loaded = load_config(args.config, overrides, backend=backend, plugins=plugins, trains=False)
-    kind = "model" if checkpoint is None else "checkpoint"
-    path = loaded.config.model.path if checkpoint is None else checkpoint.path
-    print(f"{kind}: {path}", file=sys.stderr, flush=True)
-    metrics = evaluate_checkpoint(loaded, plugins, checkpoint, when_built=freeze_living_objects)
+    evaluation = load_evaluation(
+        args.config, args.overrides, say=_say, backend=args.backend, checkpoint=args.checkpoint
+    )
+    metrics = evaluate_loaded(evaluation, when_built=freeze_living_objects)
     print_table(metrics)
     if args.out is not None:
-        _write(args.out, {kind: str(path), **metrics})
+        _write(args.out, {evaluation.kind: str(evaluation.path), **metrics})
     return 0
+
+
+def _say(text: str) -> None:
+    """Print to stderr: stdout is for the table."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _check_target(path: Path) -> None:

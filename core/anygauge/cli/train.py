@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -12,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anygauge.config import Config
-    from anygauge.config.load import LoadedConfig
-    from anygauge.plugins import Plugins
-    from anygauge_hooks.types import BackendSpec, RunInfo
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -60,76 +56,33 @@ def run(args: argparse.Namespace) -> int:
     if args.keys:
         print(_KEYS_TITLE, *_keys(), sep="\n")
         return 0
-    from anygauge.config import dump_config, load_config
-    from anygauge.hub import localized, unresolved
-    from anygauge.plugins import load_plugins
+    from anygauge.api.start import load, train_loaded
 
-    # `python -m` and scripts find modules of the current directory, and so must a reward named in a config.
-    sys.path.append(os.getcwd())
-    plugins = load_plugins()
-    for name, error in sorted(plugins.load_errors.items()):
-        _say(f"warning: plugin {name!r} failed to load: {error!r}")
-    backend, reason = _backend(plugins, args)
-    _say(f"backend: {backend.name} ({reason})")
-    loaded = load_config(
+    loaded = load(
         args.config,
         _overrides(args),
-        backend=backend,
-        plugins=plugins,
+        say=_say,
+        backend=args.backend,
+        is_dry=args.dry_run,
         check_files=args.check_files,
-        download=not args.dry_run,
-        defers_models=not args.dry_run,
     )
-    for change in loaded.changes:
-        _say(f"filled in: {change}")
-    for line in _model(loaded.config, plugins, is_dry=args.dry_run):
-        _say(line)
     if args.dry_run:
-        for each in unresolved(localized(loaded.config, download=False)) if args.check_files else ():
-            _say(f"not checked: {each.key} = {str(each)!r} is not in the cache; a run downloads it")
-        print(dump_config(loaded.config), end="")
+        _print_resolved(loaded.config.config, check_files=args.check_files)
         return 0
-    info = _train(loaded, plugins, args.backend)
-    _say(f"done: {info.step} of {info.total_steps} steps; everything is in {info.directory}")
+    from anygauge.distributed.garbage import freeze_living_objects
+
+    train_loaded(loaded, say=_say, when_built=freeze_living_objects)
     return 0
 
 
-def _model(config: Config, plugins: Plugins, *, is_dry: bool) -> Iterator[str]:
-    """Yield which model the train engine builds, and what else supports it where nothing is trained."""
-    from anygauge.config.rules.architecture import engine_support, support_text
-    from anygauge.disk import read_json
+def _print_resolved(config: Config, *, check_files: bool) -> None:
+    """Print a config as TOML, and which names in it were not looked up."""
+    from anygauge.config import dump_config
+    from anygauge.hub import localized, unresolved
 
-    engine = plugins.find("register_train_engines", config.train.engine)
-    try:
-        hf = read_json(config.model.path / "config.json")
-        names = ", ".join(map(str, hf["architectures"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # not downloaded yet, or a problem that the check of the files has told
-    if engine is not None and engine.make_family is not None:
-        yield f"model: {names}, built by transformers (train.engine = {engine.name!r})"
-    if is_dry and (families := engine_support(plugins, hf)[0]):
-        yield support_text(hf, families)
-
-
-def _train(loaded: LoadedConfig, plugins: Plugins, backend: str | None) -> RunInfo:
-    """Start the processes of a run, check what takes longer meanwhile, and run it.
-
-    :param backend: The one that was asked for.
-    """
-    from anygauge.trainer.start import start_run
-
-    def check() -> None:
-        if backend is not None:
-            from anygauge.plugins import select_backend
-
-            select_backend(plugins, backend)  # its probe may import torch
-        loaded.check_models()
-
-    with start_run(loaded, plugins, check=check) as started:
-        from anygauge.distributed.garbage import freeze_living_objects
-        from anygauge.trainer.run import train_started
-
-        return train_started(loaded, plugins, started, when_built=freeze_living_objects)
+    for each in unresolved(localized(config, download=False)) if check_files else ():
+        _say(f"not checked: {each.key} = {str(each)!r} is not in the cache; a run downloads it")
+    print(dump_config(config), end="")
 
 
 def _check_usage(args: argparse.Namespace) -> None:
@@ -152,16 +105,6 @@ def _overrides(args: argparse.Namespace) -> list[str | tuple[str, Any]]:
     if not (args.resume or args.overwrite):
         return list(args.overrides)
     return [*args.overrides, ("run.resume", args.resume), ("run.overwrite", args.overwrite)]
-
-
-def _backend(plugins: Plugins, args: argparse.Namespace) -> tuple[BackendSpec, str]:
-    """Return the backend and why it was chosen. One that was asked for is yet to be probed."""
-    from anygauge.plugins import find_backend, select_backend
-
-    if args.backend is None:
-        return select_backend(plugins)
-    reason = "asked for; a dry run does not probe it" if args.dry_run else "asked for"
-    return find_backend(plugins, plugins.named("register_backends"), args.backend), reason
 
 
 def _say(text: str) -> None:

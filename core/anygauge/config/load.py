@@ -36,12 +36,13 @@ from anygauge.strict_json import MAX_DEPTH, is_nested
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.types import BackendSpec, ConfigProblem
 
-__all__ = ["LoadedConfig", "dump_config", "load_config", "write_resolved"]
+__all__ = ["LoadedConfig", "dump_config", "load_config", "read_tree", "write_resolved"]
 
 _log = logging.getLogger(__name__)
 
 _BACKEND_NAME = re.compile(r"[a-z][a-z0-9_]*")
-_COMMAND_LINE = "on the command line"
+COMMAND_LINE = "on the command line"
+IN_CALL = "in the call"
 _LONGEST_VALUE = 120
 _MISSPELT = 0.7
 """Similarity from which a name is taken for a slip: ``cudaa`` for ``cuda``, but not ``tpu`` for ``npu``."""
@@ -70,6 +71,8 @@ class _Source:
     overrides: Tree
     problems: list[tuple[ConfigProblem, str | None]]
     """Problems of layers that cannot be read, each with its origin if that is not the file."""
+    where: str = COMMAND_LINE
+    """Where the overrides were written."""
 
     def tree(self, backend: str) -> Tree:
         return merge(merge(self.base, self.overlays.get(backend, {})), self.overrides)
@@ -78,15 +81,15 @@ class _Source:
         """Return which layer above the file a path was written in."""
         key_path = plain(path)
         if any(covers(key_path, key) for key in flatten(self.overrides)):
-            return _COMMAND_LINE
+            return self.where
         if any(covers(key_path, key) for key in flatten(self.overlays.get(backend, {}))):
             return f"in [on.{backend}]"
         return None
 
 
 def load_config(
-    path: str | Path,
-    overrides: Sequence[str | tuple[str, Any]] = (),
+    path: str | Path | Mapping[str, Any],
+    overrides: Sequence[str | tuple[str, Any]] | Mapping[str, Any] = (),
     *,
     backend: BackendSpec | str,
     plugins: Plugins,
@@ -99,8 +102,9 @@ def load_config(
 
     Names on a hub stay names, pinned to a commit; :func:`anygauge.hub.localized` makes paths of them.
 
-    :param path: A TOML file.
-    :param overrides: As :func:`anygauge.config.overrides.read_overrides` takes them.
+    :param path: A TOML file, or the tree of one.
+    :param overrides: Those of a command line, as :func:`anygauge.config.overrides.read_overrides` takes them;
+        or the tree of those of a call in Python.
     :param backend: The backend of the run, which need not be able to run on this host.
     :param check_files: Whether to look at the files and directories that the config names.
     :param download: Whether to download what is not in the cache, once nothing else is wrong; without, such
@@ -114,7 +118,7 @@ def load_config(
     """
     if isinstance(backend, str):
         backend = find_backend(plugins, plugins.named("register_backends"), backend)
-    source = _read(Path(path), overrides)
+    source = _read(path, overrides)
     tree = source.tree(backend.name)
     # An empty table says nothing of the keys in it; only in an open table it is a value.
     user_keys = frozenset(key for key, value in flatten(tree).items() if "." in key or value != {})
@@ -141,7 +145,7 @@ def load_config(
         if (lines or further) and not checks_models:
             require(config, checks_models=True)  # so that all problems are told at once
         if lines or further:
-            raise _error(path, [*lines, *further])
+            raise _error("The config" if isinstance(path, Mapping) else path, [*lines, *further])
 
     require(here, checks_models=not defers_models)
     if check_files and download and unresolved(here):
@@ -190,30 +194,47 @@ def _pruned(value: Any) -> Any:
     return [_pruned(item) for item in value] if isinstance(value, list) else value
 
 
-def _read(path: Path, overrides: Iterable[str | tuple[str, Any]]) -> _Source:
-    base, both_names = renamed_keys(_named(_parse(path), path))
+def _read(
+    path: str | Path | Mapping[str, Any], overrides: Sequence[str | tuple[str, Any]] | Mapping[str, Any]
+) -> _Source:
+    written = dict(path) if isinstance(path, Mapping) else read_tree(Path(path))
+    base, both_names = renamed_keys(written)
     tables = base.pop("on", {})
     overlays = {
         name: renamed_keys(table, overlay=f"on.{name}")
         for name, table in _items(tables)
         if isinstance(table, dict)
     }
-    command_line, problems = read_overrides(overrides)
-    command_line, both_there = renamed_keys(command_line)
-    if is_nested(command_line, MAX_DEPTH):
+    where, problems = IN_CALL, list[ConfigProblem]()
+    if isinstance(overrides, Mapping):
+        above = dict(overrides)
+    else:
+        where = COMMAND_LINE
+        above, problems = read_overrides(overrides)
+    above, both_there = renamed_keys(above)
+    if is_nested(above, MAX_DEPTH):
         raise ConfigError(
-            f"A key or a value {_COMMAND_LINE} has more than {MAX_DEPTH} levels.", hint="Nest it less deeply."
+            f"A key or a value {where} has more than {MAX_DEPTH} levels.", hint="Nest it less deeply."
         )
     return _Source(
         base=base,
         overlays={name: table for name, (table, _) in overlays.items()},
-        overrides=command_line,
+        overrides=above,
         problems=[
-            *((each, _COMMAND_LINE) for each in (*problems, *both_there)),
+            *((each, where) for each in (*problems, *both_there)),
             *((each, None) for each in (*both_names, *_bad_tables(tables))),
             *((each, f"in [on.{name}]") for name, (_, both) in overlays.items() for each in both),
         ],
+        where=where,
     )
+
+
+def read_tree(path: Path) -> Tree:
+    """Return the tree of a TOML file, with the name of the file for that of a run that has none.
+
+    :raises ConfigError: It cannot be read.
+    """
+    return _named(_parse(path), path)
 
 
 def _named(tree: Tree, path: Path) -> Tree:
@@ -287,7 +308,7 @@ def _line(problem: ConfigProblem, where: str | None) -> str:
     text = text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
     value = "not set" if problem.found is None else f"found {text}"
     separator = "." if problem.hint[:1].isupper() else ";"
-    hint = _for_the_shell(problem) if where == _COMMAND_LINE else problem.hint
+    hint = _for_the_shell(problem) if where == COMMAND_LINE else problem.hint
     return f"{problem.path}: {value}{f' {where}' if where else ''}{separator} {hint}"
 
 

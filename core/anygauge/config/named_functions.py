@@ -17,6 +17,9 @@ NOT_OPTIONS = ("response", "label", "metadata", "prompt")
 """Arguments that the core passes to a reward function. Those that it passes to an estimator have no
 default."""
 
+PYTHON = "python."
+"""Begins the names of functions that a program gave and that only its process has."""
+
 Problems = Iterator[ConfigProblem]
 
 
@@ -36,6 +39,8 @@ def name_problems(path: str, name: str, hook: str, plugins: Plugins) -> Problems
     elif name not in (known := plugins.named(hook)):
         hint = f"no plugin provides it; available: {', '.join(sorted(known)) or 'none'}"
         hint += "; a function of your own is package.module:function" if hook in IMPORTABLE else ""
+        if name.startswith(PYTHON):
+            hint = "a Python program gave this function, which has no importable name; give it again there"
         yield ConfigProblem(path=path, found=name, hint=hint + failed_plugins(plugins))
 
 

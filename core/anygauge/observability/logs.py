@@ -19,10 +19,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from anygauge import __version__
 from anygauge.config.secret_values import without_secrets
 from anygauge.observability.control_characters import VisibleFormatter, format_warning
 from anygauge.observability.eval_names import EVAL_RESULT
+from anygauge.version import __version__
 
 __all__ = ["DRIVER_LOG", "driver_log", "log_worker", "summary"]
 

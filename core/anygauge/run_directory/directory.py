@@ -16,6 +16,7 @@ from pathlib import Path
 
 from anygauge.config import Config
 from anygauge.config.load import write_resolved
+from anygauge.config.rules.file import INPUTS
 from anygauge.disk import ABANDONED, free_name
 from anygauge.failures import on_failure
 from anygauge.observability.health import HEALTH_FILE
@@ -43,6 +44,8 @@ OWN = (
     f"{LOGS_BEFORE}*",
 )
 """Names that a run and its trackers make in its directory, as patterns."""
+KEPT = (LOCK_FILE, INPUTS)
+"""Names that say nothing of an earlier run: a program writes its data before the run takes the directory."""
 LISTED = 5
 """Most names that an error lists."""
 
@@ -140,6 +143,7 @@ class ReservedDirectory:
         try:
             if opened.config.run.overwrite:
                 _clear(self.path)
+                _clear_inputs(self.path, opened.config)
         except OSError as error:
             raise _unusable(self.path, error) from error
         if not opened.continues:
@@ -284,9 +288,9 @@ def _refuse_foreign(directory: Path) -> None:
 def _content(directory: Path) -> list[Path]:
     """Return what is in a directory, but for what a start leaves that was killed before its run began."""
     names = {path.name for path in directory.iterdir()}
-    if names == {LOCK_FILE, LOGS}:
+    if names - {INPUTS} == {LOCK_FILE, LOGS}:
         return []
-    return [directory / name for name in names - {LOCK_FILE}]
+    return [directory / name for name in names.difference(KEPT)]
 
 
 def _clear(directory: Path) -> None:
@@ -297,6 +301,15 @@ def _clear(directory: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
+            path.unlink()
+
+
+def _clear_inputs(directory: Path, config: Config) -> None:
+    """Remove the data that a program wrote for an earlier run of this name."""
+    sets = [config.data.train, config.eval.data, *(each.files for each in config.eval.datasets.values())]
+    used = {Path(file.path).name for files in sets for file in files}
+    for path in (directory / INPUTS).glob("*.jsonl"):
+        if path.name not in used:
             path.unlink()
 
 

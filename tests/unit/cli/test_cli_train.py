@@ -171,7 +171,12 @@ def test_a_run_gets_the_loaded_config_and_modules_of_the_current_directory(
         yield "started"
 
     def train_started(
-        loaded: LoadedConfig, plugins: Plugins, started: str, *, when_built: Callable[[], None]
+        loaded: LoadedConfig,
+        plugins: Plugins,
+        started: str,
+        *,
+        when_built: Callable[[], None],
+        should_stop: object,
     ) -> SimpleNamespace:
         assert (started, when_built) == ("started", freeze_living_objects)
         seen.append(loaded)

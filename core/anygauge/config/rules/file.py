@@ -13,6 +13,7 @@ from anygauge.hub.names import DATASETS, data_name
 from anygauge_hooks.types import ConfigProblem
 
 __all__ = [
+    "INPUTS",
     "data_files_rule",
     "from_here",
     "overwrite_rule",
@@ -21,6 +22,8 @@ __all__ = [
 ]
 
 Problems = Iterator[ConfigProblem]
+INPUTS = "inputs"
+"""Folder of the run directory with the data that a program gave; it outlives ``run.overwrite``."""
 
 
 def train_files_rule(config: Config, user_keys: Collection[str]) -> Problems:
@@ -86,7 +89,8 @@ def overwrite_rule(config: Config, user_keys: Collection[str]) -> Problems:
     for key, path in _read_paths(config):
         # A link is deleted with the directory, wherever it leads to.
         places = (path.resolve(), path.parent.resolve() / path.name)
-        if any(place.is_relative_to(run_directory) for place in places):
+        is_inside = any(place.is_relative_to(run_directory) for place in places)
+        if is_inside and path.resolve().parent != run_directory / INPUTS:
             hint = f"run.overwrite would delete it with {run_directory}; "
             hint += "copy it elsewhere, or choose another run.name"
             yield ConfigProblem(path=key, found=str(path), hint=hint)

@@ -12,7 +12,6 @@ from itertools import groupby
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from anygauge import __version__
 from anygauge.observability.control_characters import visible
 from anygauge.observability.report.catalog import SECTIONS, SFT_SECTIONS
 from anygauge.observability.report.charts import draw_sections, sparkline
@@ -22,6 +21,7 @@ from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
 from anygauge.observability.report.summary import facts, standing, tiles, warnings
 from anygauge.observability.report.texts import config_tables, sample_steps
+from anygauge.version import __version__
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -16,7 +16,7 @@ from anygauge.observability.samples import SAMPLES_FILE
 from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["CAPABILITIES_FILE", "CONFIG_FILE", "ENVIRONMENT_FILE", "RunFiles", "read_run"]
+__all__ = ["CAPABILITIES_FILE", "CONFIG_FILE", "ENVIRONMENT_FILE", "RunFiles", "check_run", "read_run"]
 
 CONFIG_FILE = "config.toml"
 ENVIRONMENT_FILE = "environment.json"
@@ -60,7 +60,7 @@ def read_run(directory: Path) -> RunFiles:
 
     :raises CheckpointError: It is none.
     """
-    _check(directory)
+    check_run(directory)
     files = RunFiles(directory)
     _read_config(files)
     files.environment = _read_object(files, ENVIRONMENT_FILE)
@@ -79,7 +79,11 @@ def read_run(directory: Path) -> RunFiles:
     return files
 
 
-def _check(directory: Path) -> None:
+def check_run(directory: Path) -> None:
+    """Raise if a directory is not that of a run.
+
+    :raises CheckpointError: It is none; names those that are near.
+    """
     marks = (CONFIG_FILE, METRICS_FILE, RECORD_FILE)
     if any((directory / name).is_file() for name in marks):
         return

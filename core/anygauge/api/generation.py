@@ -1,0 +1,113 @@
+"""``anygauge.generate``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anygauge.api.call import Call, rows_of
+from anygauge.api.run_view import RunView
+from anygauge.api.start import load_evaluation
+from anygauge.config.tree import Tree, merge
+
+if TYPE_CHECKING:
+    from anygauge.config import Config
+
+__all__ = ["generate"]
+
+OF_RUN: Mapping[str, Sequence[str]] = {
+    "run": ("seed",),
+    "model": ("trust_remote_code",),
+    "hub": ("source", "endpoint", "offline", "cache"),
+    "data": ("apply_chat_template", "chat_template_kwargs", "system_prompt"),
+    "rollout": (
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop",
+        "stop_token_ids",
+        "max_batch_tokens",
+    ),
+}
+"""Keys of a run's config that decide how its model answers."""
+
+
+def generate(
+    source: str | Path | Mapping[str, Any] | Config | RunView,
+    prompts: str | Sequence[Any],
+    *,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    samples_per_prompt: int = 1,
+    seed: int | None = None,
+    backend: str | None = None,
+    **tables: Any,
+) -> list[str]:
+    """Return responses of a model to prompts.
+
+    Each call starts an engine, so give all prompts at once. A prompt that is a list of messages is rendered
+    with the chat template; a string is given to the model as it is, unless
+    ``data={"apply_chat_template": True}``.
+
+    Example::
+
+        generate("Qwen/Qwen3-0.6B", [[{"role": "user", "content": "What is 37+58?"}]], max_new_tokens=64)
+
+    :param source: A model: a directory, a name on a hub, or a run that trained it; or a config, as of
+        :func:`anygauge.train`.
+    :param prompts: Prompts, or a single one.
+    :param max_new_tokens: ``None`` takes ``rollout.max_new_tokens``: 256, or that of the run.
+    :param temperature: ``0`` decodes greedily; ``None`` takes 1, or ``rollout.temperature`` of the run.
+    :param samples_per_prompt: Responses to each prompt.
+    :param seed: Seeds the sampling; ``None`` takes ``run.seed``.
+    :param tables: Tables of the config, and single keys by dotted name.
+    :returns: The responses in the order of the prompts; those to one prompt follow each other.
+    :raises AnygaugeError: With the codes of ``docs/errors.md``.
+    """
+    of_run = _settings_of(source.config) if isinstance(source, RunView) else {}
+    rows = list(rows_of([prompts] if isinstance(prompts, str) else prompts))
+    if not rows:
+        return []
+    call = Call.of(source, tables, reward=_unscored, eval_data=rows)
+    call.lay_below(of_run)
+    call.name_it("generation")
+    call.put(_sampling(max_new_tokens, temperature, samples_per_prompt, seed))
+    with tempfile.TemporaryDirectory(prefix="anygauge-rows-") as folder:
+        base, overrides = call.layers(Path(folder))
+        evaluation = load_evaluation(
+            base, overrides, say=_say_nothing, backend=backend, plugins={"anygauge.python": call.functions}
+        )
+        from anygauge.trainer.evaluation_run import generate_samples
+
+        groups = generate_samples(evaluation.loaded.config, evaluation.loaded.plugins)
+    return [sample.text for group in groups for sample in group.samples]
+
+
+def _sampling(
+    max_new_tokens: int | None, temperature: float | None, samples_per_prompt: int, seed: int | None
+) -> Tree:
+    evaluation: Tree = {"samples_per_prompt": samples_per_prompt}
+    if temperature is not None:
+        evaluation["temperature"] = temperature
+    tree: Tree = {"eval": evaluation, "data": {"label_key": "none"}}
+    if max_new_tokens is not None:
+        tree["rollout"] = {"max_new_tokens": max_new_tokens}
+    return tree if seed is None else merge(tree, {"run": {"seed": seed}})
+
+
+def _settings_of(config: Config) -> Tree:
+    tree = config.model_dump(mode="json")
+    settings = {section: {key: tree[section][key] for key in keys} for section, keys in OF_RUN.items()}
+    return {**settings, "eval": {key: tree["rollout"][key] for key in ("temperature", "top_p", "top_k")}}
+
+
+def _unscored(response: str) -> float:
+    """Stand for the reward that a config needs; it is never called."""
+    return 0.0
+
+
+def _say_nothing(text: str) -> None:
+    """Leave out what a training says as it starts."""

@@ -1,0 +1,96 @@
+"""``anygauge.train``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anygauge.api.call import Call
+from anygauge.api.run import Run
+from anygauge.api.start import load, say, train_loaded
+from anygauge_hooks import hookimpl
+
+if TYPE_CHECKING:
+    from anygauge.config import Config
+    from anygauge_hooks.types import RunInfo
+
+__all__ = ["train"]
+
+OnStep = Callable[[int, Mapping[str, float]], object]
+"""Called after each step with its number and its metrics; a true result ends the run."""
+
+
+def train(
+    source: str | Path | Mapping[str, Any] | Config | Run | None = None,
+    data: Iterable[Mapping[str, Any]] | str | Path | Mapping[str, Any] | None = None,
+    reward: str | Callable[..., Any] | Sequence[Any] | Mapping[str, Any] | None = None,
+    *,
+    eval_data: Iterable[Any] | str | Path | Mapping[str, Any] | None = None,
+    on_step: OnStep | None = None,
+    backend: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    **tables: Any,
+) -> Run:
+    """Train a policy and return the run.
+
+    Everything that a TOML file sets can be set here: a table of the file is a keyword with a dict, and
+    ``**{"train.lr": 1e-5}`` sets one key. Errors are those of the command line.
+
+    Example::
+
+        run = train(
+            "Qwen/Qwen3-0.6B",
+            data=[{"prompt": "37+58=", "label": "95"}],
+            reward=lambda response, label: float(response.strip() == label),
+            run={"steps": 20},
+            train={"lr": 1e-6},
+        )
+        print(run.metrics_list[-1]["rollout/raw_reward"])
+
+    :param source: A model (a directory, a name on a hub, or a run that trained it), or a config: a TOML file,
+        a dict of its tables, or a :class:`~anygauge.config.Config`. ``None`` if a table is ``model``.
+    :param data: Rows (a list of dicts, a ``datasets.Dataset``, a pandas DataFrame), one path or several; a
+        dict is the table ``[data]``. Rows are written to ``inputs/`` in the run directory.
+    :param reward: A function, the name of one, or a list of these, which are added up; ``(reward, 0.5)`` in a
+        list has a weight, a dict is the table ``[reward]``. A function takes ``response``, ``label``,
+        ``metadata`` and ``prompt`` by name, or has TRL's form ``reward(completions, **columns)``.
+    :param eval_data: As ``data``; a dict has data sets by name.
+    :param on_step: Called after each step with its number and its metrics. A true result ends the run as
+        after its last step; an exception ends it and is raised here.
+    :param backend: ``None`` takes the only usable accelerator, else ``cpu``.
+    :param resume: Continue the run of ``run={"name": ...}`` from its last checkpoint.
+    :param overwrite: Delete an earlier run of that name.
+    :param tables: Tables of the config, and single keys by dotted name.
+    :raises AnygaugeError: With the codes of ``docs/errors.md``.
+    :raises KeyboardInterrupt: Ctrl-C, or the stop button of a notebook; every process of the run has ended.
+    """
+    call = Call.of(source, tables, data=data, reward=reward, eval_data=eval_data)
+    call.start_as(resume=resume, overwrite=overwrite)
+    plugins: dict[str, object] = {"anygauge.python": call.functions}
+    watcher = None
+    if on_step is not None:
+        watcher = plugins["anygauge.on_step"] = _StepWatcher(on_step)
+    try:
+        base, overrides = call.layers()
+        loaded = load(base, overrides, say=say, backend=backend, plugins=plugins)
+        call.functions.limited.timeout_s = loaded.config.config.reward.timeout_s
+        info = train_loaded(loaded, say=say, should_stop=lambda: watcher is not None and watcher.is_stopped)
+    except BaseException:
+        call.discard_unused_rows()
+        raise
+    return Run(info.directory)
+
+
+class _StepWatcher:
+    """Plugin that calls a function after each step."""
+
+    def __init__(self, on_step: OnStep) -> None:
+        self._on_step = on_step
+        self.is_stopped = False
+
+    @hookimpl(trylast=True)
+    def after_train_step(self, run: RunInfo, metrics: Mapping[str, float]) -> None:
+        """Call the function, and remember whether it ends the run."""
+        self.is_stopped |= bool(self._on_step(run.step, dict(metrics)))

@@ -1,0 +1,285 @@
+"""Arguments of the Python API: as the layers of a config, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge import Config
+from anygauge.api.call import Call
+from anygauge.api.rewards import import_path
+from anygauge.config import load_config
+from anygauge.plugins import load_plugins
+from anygauge_hooks.errors import AnygaugeError, ConfigError, DataError
+
+ROWS = [{"prompt": "1+2=", "label": "3"}, {"prompt": "2+2=", "label": "4"}]
+
+
+class Dataset:
+    """A data set as the package ``datasets`` has it, as far as it is read: it iterates over rows."""
+
+    column_names = ("prompt", "label")
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return iter(ROWS)
+
+
+class Frame:
+    """A table as pandas has it: it iterates over columns."""
+
+    columns = ("prompt", "label")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def to_dict(self, orient: str) -> list[dict[str, str]]:
+        assert orient == "records"
+        return ROWS
+
+
+class Scalar:
+    """A number of an array library."""
+
+    shape = ()
+
+    def item(self) -> int:
+        return 7
+
+    def tolist(self) -> int:
+        return 7
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def tree(*arguments: Any, data: Any = None, reward: Any = None, eval_data: Any = None, **tables: Any) -> Any:
+    source = arguments[0] if arguments else "m"
+    call = Call.of(source, tables, data=data, reward=reward, eval_data=eval_data)
+    call.start_as(resume=False, overwrite=False)
+    base, above = call.layers()
+    assert isinstance(base, dict)
+    assert above == {}
+    return base
+
+
+# -------------------------------------------------------------------------
+# Data
+# -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [ROWS, tuple(ROWS), iter(ROWS), Dataset(), Frame()])
+def test_rows_are_written_to_the_run_directory(data: Any, tmp_path: Path) -> None:
+    (file,) = tree(data=data)["data"]["train"]
+    assert Path(file["path"]).parent == tmp_path / "runs" / "m-1" / "inputs"
+    assert [json.loads(line) for line in Path(file["path"]).read_text().splitlines()] == ROWS
+    assert file["name"] == "train"
+
+
+def test_the_same_rows_have_the_same_file_so_that_a_run_can_be_resumed() -> None:
+    paths = [
+        tree(data=rows, run={"name": "r"})["data"]["train"][0]["path"] for rows in (ROWS, ROWS, ROWS[:1])
+    ]
+    assert paths[0] == paths[1] != paths[2]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ("a.jsonl", ["a.jsonl"]),
+        (Path("a.jsonl"), ["a.jsonl"]),
+        (["a.jsonl", Path("b.parquet")], ["a.jsonl", "b.parquet"]),
+        ({"train": ["a.jsonl"]}, ["a.jsonl"]),
+    ],
+)
+def test_paths_stay_paths(data: Any, expected: list[str]) -> None:
+    assert tree(data=data)["data"]["train"] == expected
+
+
+def test_evaluation_data_may_have_names() -> None:
+    data = tree(data="t.jsonl", eval_data={"easy": ROWS, "hard": "hard.jsonl"})["eval"]["data"]
+    assert [each["name"] for each in data] == ["easy", "hard"]
+    assert Path(data[0]["path"]).name.startswith("easy-")
+    assert data[1]["path"] == "hard.jsonl"
+
+
+def test_what_the_rows_have_decides_what_nobody_set() -> None:
+    chat = [{"prompt": [{"role": "user", "content": "1+2"}], "answer": Scalar()}]
+    data = tree(data=chat)["data"]
+    assert (data["label_key"], data["apply_chat_template"]) == ("none", True)
+    assert "label_key" not in tree(data=ROWS)["data"]
+    assert tree(data=chat, **{"data.label_key": "answer"})["data"]["label_key"] == "answer"
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ([{"prompt": object()}], "row 0 cannot be written as JSON"),
+        ([{"prompt": float("nan")}], "row 0 cannot be written as JSON"),
+        ([*ROWS, ["1+2="]], "row 2 is list, not a dict"),
+        ({"train": Dataset(), "test": Dataset()}, "several splits: 'train', 'test'"),
+        (7, "The data is int, which has no rows"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(data: Any, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=problem):
+        tree(data=data)
+    assert not list(tmp_path.glob("runs/*/inputs/*"))
+
+
+# -------------------------------------------------------------------------
+# Rewards
+# -------------------------------------------------------------------------
+
+
+def test_a_function_of_a_module_has_its_path() -> None:
+    assert import_path(json.dumps) == "json:dumps"
+    assert tree(reward=json.dumps)["reward"] == {"function": "json:dumps"}
+
+
+def test_a_function_of_a_script_or_a_cell_has_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has another ``__main__``."""
+
+    def of_main(response: str) -> float:
+        return 0.0
+
+    of_main.__module__, of_main.__qualname__ = "__main__", "of_main"
+    monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
+    assert import_path(of_main) is None
+
+
+def test_a_function_without_a_path_stays_in_this_process() -> None:
+    def sevens(response: str) -> float:
+        return 1.0
+
+    call = Call.of("m", {}, reward=[sevens, (lambda response: 0.0, 0.5), "math"])
+    parts = call.get("reward", "parts")
+    assert {name: table["function"] for name, table in parts.items()} == {
+        "sevens": "python.sevens",
+        "lambda": "python.lambda",
+        "math": "math",
+    }
+    assert parts["lambda"]["weight"] == 0.5
+    functions = {each.name: each for each in call.functions.register_reward_functions()}
+    assert functions["python.sevens"].fn(response="7") == 1.0
+    assert functions["python.sevens"].inline
+
+
+def test_two_functions_of_one_name_keep_theirs() -> None:
+    reward = [lambda response: 0.0, lambda response: 1.0]
+    parts = tree(reward=reward)["reward"]["parts"]
+    assert {table["function"] for table in parts.values()} == {"python.lambda", "python.lambda-2"}
+
+
+def test_one_reward_in_a_list_is_that_reward() -> None:
+    assert tree(reward=["math"])["reward"] == {"function": "math"}
+
+
+def test_a_table_of_a_reward_may_hold_a_function() -> None:
+    table = tree(reward={"function": lambda response: 0.0, "timeout_s": 3})["reward"]
+    assert table == {"function": "python.lambda", "timeout_s": 3}
+
+
+@pytest.mark.parametrize("reward", [3, [3], [("math", "0.5")]])
+def test_what_is_no_reward_is_refused(reward: Any) -> None:
+    with pytest.raises(ConfigError, match="which is no reward"):
+        tree(reward=reward)
+
+
+def test_only_a_reward_may_be_a_lambda() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage is .*other processes cannot import"):
+        tree(algorithm={"advantage": lambda rewards: rewards})
+    assert tree(algorithm={"advantage": json.dumps})["algorithm"]["advantage"] == "json:dumps"
+
+
+# -------------------------------------------------------------------------
+# Layers
+# -------------------------------------------------------------------------
+
+
+def test_tables_and_dotted_names_are_one_tree() -> None:
+    above = tree(
+        train={"lr": 1e-5, "parallel": {"tensor": 2}}, **{"train.dtype": "float32", "run.steps": Scalar()}
+    )
+    assert above["train"] == {"lr": 1e-5, "parallel": {"tensor": 2}, "dtype": "float32"}
+    assert above["run"]["steps"] == 7
+    assert above["placement"] == {"launcher": "local"}
+
+
+def test_the_first_argument_is_a_model_a_tree_or_a_config() -> None:
+    assert tree("org/name")["model"] == {"path": "org/name"}
+    assert tree(None, model=Path("dir"))["model"] == {"path": "dir"}
+    assert tree({"model": "dir", "train.lr": 1e-3})["train"] == {"lr": 1e-3}
+    config = Config.model_validate({"run": {"name": "c"}, "model": "dir", "data": {"train": ["a"]}})
+    assert tree(config, train={"lr": 1e-3})["run"] == {"name": "c"}
+    with pytest.raises(ConfigError, match="neither a model nor a config"):
+        tree(7)
+
+
+def test_a_new_run_has_the_next_free_name(tmp_path: Path) -> None:
+    assert tree("org/My model")["run"]["name"] == "My-model-1"
+    assert tree("runs/tiny-7/hf")["run"]["name"] == tree("runs/tiny-7/hf-step-3")["run"]["name"] == "tiny-1"
+    (tmp_path / "elsewhere" / "m-1").mkdir(parents=True)
+    assert tree(run={"directory": "elsewhere"})["run"]["name"] == "m-2"
+
+
+@pytest.mark.parametrize("option", ["resume", "overwrite"])
+def test_an_earlier_run_must_be_named(option: str) -> None:
+    call = Call.of("m", {})
+    with pytest.raises(ConfigError, match=f"{option}=True needs the name"):
+        call.start_as(**{"resume": False, "overwrite": False, option: True})
+
+
+FILE = """
+[model]
+path = "m"
+[data]
+train = ["t.jsonl"]
+[reward]
+function = "exact_match"
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problems"),
+    [
+        ({"train": {"lrr": 1}}, ["train.lrr: found 1 in the call; unknown key; did you mean train.lr?"]),
+        ({"train.lr": "fast"}, ["train.lr: found 'fast' in the call; must be a valid number"]),
+        ({"lr": 1e-3}, ["lr: found 0.001 in the call; unknown key; did you mean train.lr or critic.lr?"]),
+    ],
+)
+def test_a_wrong_override_is_the_error_of_the_command_line(
+    overrides: dict[str, Any], problems: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "f.toml").write_text(FILE)
+    call = Call.of("f.toml", overrides)
+    with pytest.raises(AnygaugeError) as caught:
+        load_config(*call.layers(), backend="cpu", plugins=load_plugins(only=["cpu"]), check_files=False)
+    assert caught.value.code == "AG201"
+    assert str(caught.value.args[0]).splitlines() == [
+        f"f.toml has {len(problems)} problem:",
+        *(f"  {each}" for each in problems),
+    ]
+
+
+def test_an_error_without_a_file_names_the_key_alone() -> None:
+    base = tree(data="t.jsonl", reward="exact_match", train={"lrr": 1})
+    with pytest.raises(ConfigError, match=r"The config has 1 problem:\n  train\.lrr: found 1; unknown key"):
+        load_config(base, {}, backend="cpu", plugins=load_plugins(only=["cpu"]), check_files=False)
+
+
+def test_a_file_gives_the_name_and_what_the_call_leaves_out(tmp_path: Path) -> None:
+    (tmp_path / "f.toml").write_text(FILE)
+    call = Call.of(tmp_path / "f.toml", {"train": {"lr": 1e-3}}, data=ROWS)
+    call.start_as(resume=True, overwrite=False)
+    loaded = load_config(*call.layers(), backend="cpu", plugins=load_plugins(only=["cpu"]), check_files=False)
+    config = loaded.config
+    assert (config.run.name, config.run.resume, config.train.lr) == ("f", True, 1e-3)
+    assert config.placement.launcher == "ray"
+    assert Path(config.data.train[0].path).parent == tmp_path / "runs" / "f" / "inputs"
