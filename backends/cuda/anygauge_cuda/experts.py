@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,27 +21,27 @@ GROUPED_CAPABILITY = 9
 group, and on 10 an expert without tokens gets a gradient that is not 0: pytorch/pytorch issue 172439."""
 
 
+def has_grouped() -> bool:
+    """Return whether the GPU of this process is one whose kernel is used, as of a host without any."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == GROUPED_CAPABILITY
+
+
 def grouped_matmul(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Return ``x[i] @ weight[e].T`` for the tokens ``i`` of each expert ``e``.
 
-    In bfloat16 on Hopper the host never waits for the counts, which may be on either side. Elsewhere, or
-    where a size of the weight does not divide by 8, there is a product for each expert and the host waits.
+    The host never waits for the counts, which may be on either side. Where a size of the weight does not
+    divide by 8, our own kernel computes it.
 
     See :class:`anygauge_hooks.kernels.GroupedMatmul`.
     """
     is_aligned = not any(size % ALIGNED for size in weight.shape[1:])
-    if len(x) and is_aligned and _has_grouped(x.device, x.dtype):
-        ends = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        y: Tensor = _Grouped.apply(x, weight, ends)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    else:
-        counts = tuple(tokens_per_expert.tolist())
-        y = _OneByOne.apply(x, weight, counts)  # type: ignore[no-untyped-call]  # as above
+    if not len(x) or not is_aligned:
+        from anygauge_cuda.triton import grouped
+
+        return grouped.grouped_matmul(x, weight, tokens_per_expert)
+    ends = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+    y: Tensor = _Grouped.apply(x, weight, ends)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return y
-
-
-@lru_cache
-def _has_grouped(device: torch.device, dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] == GROUPED_CAPABILITY
 
 
 class _Grouped(torch.autograd.Function):
@@ -73,42 +71,3 @@ def _aligned(x: Tensor) -> Tensor:
     """
     dense = x.contiguous().view(-1).view(x.shape)
     return dense if dense.data_ptr() % BYTES == 0 else dense.clone()
-
-
-class _OneByOne(torch.autograd.Function):
-    """One product per expert, each into the rows of one result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """Return the products."""
-        ctx.save_for_backward(x, weight)
-        ctx.counts = counts
-        return _products(x, weight.mT, counts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Return the gradients of ``x`` and ``weight``."""
-        x, weight = ctx.saved_tensors
-        dx = _products(grads[0], weight, ctx.counts) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return dx, None, None
-        dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        for expert, rows in _rows(ctx.counts):
-            torch.mm(grads[0][rows].T, x[rows], out=dweight[expert])
-        return dx, dweight, None
-
-
-def _products(x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Return ``x[i] @ weight[e]`` for the tokens ``i`` of each expert ``e``."""
-    y = x.new_empty(len(x), weight.shape[2])
-    for expert, rows in _rows(counts):
-        torch.mm(x[rows], weight[expert], out=y[rows])
-    return y
-
-
-def _rows(counts: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
-    """Yield each expert and its rows."""
-    start = 0
-    for expert, count in enumerate(counts):
-        yield expert, slice(start, start + count)
-        start += count

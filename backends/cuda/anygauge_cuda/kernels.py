@@ -24,6 +24,7 @@ MODULES: Mapping[KernelOp, str] = {
     "add_rms_norm": "norms",
     "causal_conv1d": "convolution",
     "gated_delta_rule": "recurrence",
+    "grouped_matmul": "grouped",
     "qk_norm_rotary": "qkv",
     "rms_norm": "norms",
     "rotary_embedding": "rotary",
@@ -79,7 +80,15 @@ def _by_torch() -> Iterable[KernelImpl]:
     """Return torch's own fused operators."""
     from anygauge_cuda import experts
 
-    yield KernelImpl(op="grouped_matmul", fn=experts.grouped_matmul, source="torch.nn.functional.grouped_mm")
+    if experts.has_grouped():
+        yield KernelImpl(
+            op="grouped_matmul",
+            fn=experts.grouped_matmul,
+            source="torch.nn.functional.grouped_mm",
+            dtypes=("bfloat16",),
+            priority=10,
+            requires=("triton",),
+        )
     yield KernelImpl(op="layer_norm", fn=layer_norm, source="torch.nn.functional.layer_norm")
 
 

@@ -51,6 +51,32 @@ def interpreter_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def interpreter_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give Triton's interpreter products of bfloat16: it multiplies their bits, and rounds toward zero."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def converted(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, mode)
+        bits = data.view(np.uint32).astype(np.uint64)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+    def wide(x: Any) -> Any:
+        return (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data
+
+    def dot(self: Any, a: Any, b: Any, total: Any, *_: Any) -> Any:
+        product = np.matmul(wide(a), wide(b), dtype=total.data.dtype)
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.fixture
 def run() -> Run:
     """Return a function that runs one of ``programs/`` and returns its output, or fails with it."""
 

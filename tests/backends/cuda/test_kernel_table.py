@@ -117,6 +117,8 @@ REFUSED: list[tuple[KernelOp, tuple[Any, ...], Mapping[str, Any], str]] = [
     ("causal_conv1d", (ones(5, 8), ones(7, 4), (5,)), {}, "weight of shape"),
     ("causal_conv1d", (ones(5, 8), ones(8, 4), (3, 3)), {}, "lengths that sum to 6, and 5 tokens"),
     ("causal_conv1d", (ones(5, 8), ones(8, 4), (6, -1)), {}, "lengths that sum to 5"),
+    ("grouped_matmul", (ones(5, 8), ones(2, 4, 7), ones(2).long()), {}, "x of shape [5, 8], not [5, 7]"),
+    ("grouped_matmul", (ones(5, 8), ones(2, 4, 8), ones(3).long()), {}, "tokens_per_expert of shape"),
     (
         "gated_delta_rule",
         (ones(5, 2, 8), ones(5, 2, 8), ones(5, 2, 4), ones(5, 2), ones(5, 1), (5,), 1.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import cast
 
@@ -34,8 +35,11 @@ def biggest_case(op: str) -> Case:
     return max((case for case in CASES if case.op == op), key=lambda case: case.tensors()[0].numel())
 
 
-def kernel_of(case: Case) -> KernelImpl:
-    return next(kernel for kernel in kernels() if kernel.op == case.op)
+KERNELS = [
+    pytest.param(kernel, id=kernel.source)
+    for kernel in kernels()
+    if kernel.op in OPS and all(map(find_spec, kernel.requires))
+]
 
 
 @pytest.fixture
@@ -61,24 +65,24 @@ def test_a_sum_and_its_norm_have_the_bits_of_two_steps(width: int) -> None:
     assert normed.equal(found["rms_norm"](total, weight, 1e-6))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_the_same_bits_twice(op: str) -> None:
-    case = biggest_case(op)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_same_bits_twice(kernel: KernelImpl) -> None:
+    case = biggest_case(kernel.op)
     inputs = inputs_of(case, "bfloat16", contiguous, GPU)
-    one, other = (evaluate(kernel_of(case).fn, case, [x.clone() for x in inputs]) for _ in range(2))
+    one, other = (evaluate(kernel.fn, case, [x.clone() for x in inputs]) for _ in range(2))
     for first, second in zip(one.outputs + one.gradients, other.outputs + other.gradients, strict=True):
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in LENGTHS])
-def test_the_host_does_not_wait(op: str, request: pytest.FixtureRequest) -> None:
-    case = biggest_case(op)
+@pytest.mark.parametrize("kernel", [each for each in KERNELS if each.values[0].op not in LENGTHS])
+def test_the_host_does_not_wait(kernel: KernelImpl, request: pytest.FixtureRequest) -> None:
+    case = biggest_case(kernel.op)
     inputs = inputs_of(case, "bfloat16", contiguous, GPU)
     leaves = [x.detach().requires_grad_() for x in inputs[: case.differentiable]]
     given = [*leaves, *inputs[case.differentiable :]]
     named = {} if case.keyword is None else {case.keyword: given.pop()}
     request.getfixturevalue("no_waiting")
-    found = kernel_of(case).fn(*given, *case.arguments, **case.options, **named)
+    found = kernel.fn(*given, *case.arguments, **case.options, **named)
     outputs = [x for x in (found if isinstance(found, tuple) else (found,)) if x.requires_grad]
     torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
 

@@ -26,11 +26,12 @@ PROCESSORS = 2
 
 
 @pytest.fixture(autouse=True)
-def host(monkeypatch: pytest.MonkeyPatch, interpreter_loops: None) -> None:
+def host(monkeypatch: pytest.MonkeyPatch, interpreter_loops: None, interpreter_products: None) -> None:
     """Give the host two processors."""
-    from anygauge_cuda.triton import rows
+    from anygauge_cuda.triton import grouped, rows
 
     monkeypatch.setattr(rows, "processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(grouped, "_shared_memory", lambda device: grouped.LARGE)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -40,5 +41,6 @@ def host(monkeypatch: pytest.MonkeyPatch, interpreter_loops: None) -> None:
     "case", [case for case in CASES if case.op in MODULES and not case.in_one_dtype], ids=str
 )
 def test_agrees_with_the_reference(case: Case, dtype: str, layout: str) -> None:
-    (kernel,) = (kernel for kernel in kernels() if kernel.op == case.op)
+    source = f"anygauge_cuda.triton.{MODULES[case.op]}.{case.op}"
+    (kernel,) = (kernel for kernel in kernels() if kernel.source == source)
     check_kernel(kernel, case, dtype, LAYOUTS[layout], HOST)
