@@ -215,7 +215,7 @@ def check_with_transformers(make_engine: MakeEngine, tmp_path: Path, name: str) 
         assert error < 2e-5, f"{parameter_name}: {error}"
 
 
-@pytest.mark.parametrize("options", [{}, {"lora": {"rank": 2}, "recompute": "elementwise"}])
+@pytest.mark.parametrize("options", [{}, {"lora": {"rank": 2}}])
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.fsdp), "bfloat16"])
 def test_a_rank_alone_computes_as_with_fsdp(
     make_engine: MakeEngine, qwen3: Path, request: pytest.FixtureRequest, dtype: str, options: dict[str, Any]
@@ -339,7 +339,7 @@ def test_a_model_that_mixes_packed_sequences_is_padded(
 
 @pytest.mark.parametrize(
     "options",
-    [{"recompute": "full"}, {"recompute": "elementwise"}, {"fused_loss": False}, {"micro_batch_tokens": 1}],
+    [{"recompute": "full"}, {"fused_loss": False}, {"micro_batch_tokens": 1}],
 )
 def test_options_change_no_result(make_engine: MakeEngine, qwen3: Path, options: dict[str, Any]) -> None:
     plain, other = make_engine(qwen3), make_engine(qwen3, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from anygauge.engines.fsdp.attention import ATTENTION, packing_arguments, register_attention
 from anygauge.engines.fsdp.layers import _Joined, find_table_layers
-from anygauge.engines.fsdp.recompute import _Recipe
 from anygauge.kernels import reference
 from anygauge.kernels.table import KernelTable, resolve_kernels
 from anygauge.plugins import Plugins
@@ -159,56 +158,6 @@ def test_bound_layers_compute_what_they_did(kernels: KernelTable) -> None:
     restore()
     assert [type(module) for module, _ in layers.modules] == kinds
     assert results(model)[0].equal(expected)
-
-
-def keeping_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Sequence[int],
-    scale: float,
-    *,
-    causal: bool,
-    key_lengths: Sequence[int] | None = None,
-    return_lse: bool = False,
-) -> Tensor:
-    """Keep queries and keys as they are, as fused kernels of attention do and the host's does not."""
-    return (q.square().unflatten(1, (k.shape[1], -1)) * (k.square() + v)[:, :, None]).flatten(1, 2)
-
-
-@pytest.fixture
-def keeping_kernels(kernels: KernelTable) -> Iterator[KernelTable]:
-    attention = KernelImpl(op="varlen_attention", fn=keeping_attention, source="test")
-    register_attention(kernels.preferring("test", [attention]))
-    yield kernels
-    register_attention(kernels)
-
-
-def test_outputs_that_are_computed_again_have_the_same_bits(
-    keeping_kernels: KernelTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels = keeping_kernels
-    model = model_of("Qwen3")
-    taken: list[_Recipe] = []
-    take = _Recipe.take
-
-    def taking(recipe: _Recipe, index: int) -> Tensor:
-        taken.append(recipe)
-        return take(recipe, index)
-
-    monkeypatch.setattr(_Recipe, "take", taking)
-    layers = find_table_layers(model, kernels, CPU)
-    restore = layers.bind(kernels, torch.float32)
-    expected, gradients = results(model)
-    assert not taken
-    restore()
-    layers.bind(kernels, torch.float32, recompute=True)
-    logits, other = results(model)
-    assert logits.equal(expected)
-    assert all(other[name].equal(gradient) for name, gradient in gradients.items())
-    # a layer's first norm for three products, rotated queries and keys, its second norm, the activation
-    assert len(taken) == 2 * (3 + 2 + 1 + 1)
-    assert not any(recipe._outputs for recipe in taken), "freed with the last use"
 
 
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj"])

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from inspect import signature
 from typing import Any, Protocol
 
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from anygauge.engines.fsdp.attention import ATTENTION
-from anygauge.engines.fsdp.recompute import kept_as_inputs, recomputable
-from anygauge.engines.norms import TableRmsNorm, bind_norm, is_norm
+from anygauge.engines.norms import bind_norm, is_norm
 from anygauge.kernels.table import KernelTable
 
 __all__ = ["TableLayers", "find_table_layers"]
@@ -63,18 +62,14 @@ class TableLayers:
 
     modules: Sequence[tuple[Any, Pattern]] = ()
 
-    def bind(
-        self, kernels: KernelTable, dtype: torch.dtype, *, recompute: bool = False
-    ) -> Callable[[], None]:
+    def bind(self, kernels: KernelTable, dtype: torch.dtype) -> Callable[[], None]:
         """Let the modules take the kernels for a dtype.
 
-        :param recompute: Whether their outputs are computed again in the backward pass.
         :returns: A function that gives them back their own classes.
         """
         kinds: list[tuple[Any, Any]] = [(module, type(module)) for module, _ in self.modules]
         for module, pattern in self.modules:
             pattern.bind(module, kernels, dtype)
-            module.wrap = recomputable if recompute else _call
 
         def restore() -> None:
             for module, kind in kinds:
@@ -197,21 +192,6 @@ def _joined(x: Tensor, one: Any, other: Any) -> Tensor:
     return y
 
 
-def _call(compute: Callable[..., Any], *inputs: Tensor) -> Any:
-    return compute(*inputs)
-
-
-class _TableNorm(TableRmsNorm):
-    """An RMS norm whose output may be computed again."""
-
-    wrap: Callable[..., Any] = staticmethod(_call)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        y: Tensor = self.wrap(partial(self.kernel, eps=self.variance_epsilon), hidden_states, self.weight)
-        return y
-
-
 class _TableMlp:
     """A gated MLP whose activation is the kernel of the table."""
 
@@ -219,15 +199,10 @@ class _TableMlp:
     up_proj: nn.Module
     down_proj: nn.Module
     activate: Callable[[Tensor], Tensor]
-    wrap: Callable[..., Any] = staticmethod(_call)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, of the shape of ``x``."""
-        with kept_as_inputs(x):
-            joined = _joined(x, self.gate_proj, self.up_proj)
-        activated = self.wrap(self.activate, joined)
-        with kept_as_inputs(activated):
-            y: Tensor = self.down_proj(activated)
+        y: Tensor = self.down_proj(self.activate(_joined(x, self.gate_proj, self.up_proj)))
         return y
 
 
@@ -260,7 +235,6 @@ class _TableAttention:
     k_norm: nn.Module
     rotate: Callable[..., tuple[Tensor, Tensor]]
     angles: _RotaryCache
-    wrap: Callable[..., Any] = staticmethod(_call)
 
     def forward(
         self,
@@ -282,18 +256,16 @@ class _TableAttention:
             )
             return result
         shape = len(hidden_states[0]), -1, self.head_dim
-        with kept_as_inputs(hidden_states):
-            q, k, v = (each(hidden_states).view(shape) for each in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = self.wrap(self._prepared, q, k, *self.angles.of(position_embeddings))
-        with kept_as_inputs(q, k):
-            output, more = AttentionInterface()[name](
-                self,
-                *(each[None].transpose(1, 2) for each in (q, k, v)),
-                attention_mask,
-                scaling=self.scaling,
-                sliding_window=getattr(self, "sliding_window", None),
-                **options,
-            )
+        q, k, v = (each(hidden_states).view(shape) for each in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self._prepared(q, k, *self.angles.of(position_embeddings))
+        output, more = AttentionInterface()[name](
+            self,
+            *(each[None].transpose(1, 2) for each in (q, k, v)),
+            attention_mask,
+            scaling=self.scaling,
+            sliding_window=getattr(self, "sliding_window", None),
+            **options,
+        )
         return self.o_proj(output.flatten(2)), more
 
     def _prepared(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,8 +288,6 @@ class _Norm:
 
     def bind(self, module: Any, kernels: KernelTable, dtype: torch.dtype) -> None:
         bind_norm(module, kernels, dtype)
-        if isinstance(module, TableRmsNorm):
-            module.__class__ = _TableNorm
 
     def results(self, module: Any, generator: torch.Generator) -> Results:
         """Return norms of rows down to ones so small that epsilon matters."""

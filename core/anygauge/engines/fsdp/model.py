@@ -85,8 +85,6 @@ class ShardedModel(nn.Module):
         """Whether FSDP keeps gathered weights and whole gradients until a step's last micro-batch."""
         self.table_layers = TableLayers()
         """Modules that may take kernels of the table."""
-        self.recomputes_outputs = False
-        """Whether these compute their outputs again in the backward pass."""
         self.masters: MasterWeights | None = None
         """The weights that are trained, where one rank holds the model; otherwise FSDP has them."""
         if is_critic:
@@ -270,7 +268,6 @@ def build_model(
         for parameter in root.parameters():
             parameter.data = parameter.data.to(dtype)
     left_out = [] if spec.media is None else _choose_towers(root, spec.media, hf, config)
-    root.recomputes_outputs = config.train.recompute == "elementwise" and trains
     root.table_layers = find_table_layers(model, kernels, context.device.torch_device)
     lora = config.train.lora
     if lora.is_on and trains:

@@ -99,8 +99,8 @@ def check_config(config: Any) -> Iterator[ConfigProblem]:
 
 
 def _unsupported(train: Any) -> Iterator[ConfigProblem]:
-    hint = f"train.engine = {FSDP!r} has none, elementwise and full"
-    if train.recompute == "selective":
+    hint = f"train.engine = {FSDP!r} has none and full"
+    if train.recompute not in ("none", "full"):
         yield ConfigProblem(path="train.recompute", found=train.recompute, hint=hint)
     if train.router_replay:
         hint = f"train.engine = {FSDP!r} keeps no routes; leave it out, or take Megatron"

@@ -123,8 +123,7 @@ class _Check:
     def bind_layers(self, expected: Sequence[Tensor]) -> None:
         """Let layers take the kernels of the table, unless the model as a whole then computes otherwise."""
         with_towers = [*expected, *self.tower_features()]
-        recompute = self.root.recomputes_outputs
-        restore = self.root.table_layers.bind(self.kernels, self.dtype, recompute=recompute)
+        restore = self.root.table_layers.bind(self.kernels, self.dtype)
         bound = [*self.alone(is_packed=False), *self.tower_features()]
         if (off := self.error(bound, with_towers)) > self.tolerance.alone:
             restore()
