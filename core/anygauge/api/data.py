@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anygauge.failures import on_failure
 from anygauge_hooks.errors import DataError
 
 __all__ = ["Inputs", "WrittenRows", "is_rows", "is_table"]
@@ -75,16 +76,13 @@ class Inputs:
             self._make_directory()
             with tempfile.NamedTemporaryFile("wb", dir=self.directory, prefix=".", delete=False) as stream:
                 partial = Path(stream.name)
-                try:
+                with on_failure(partial.unlink):
                     for number, row in enumerate(_rows(rows)):
                         line = _line(row, f"{name}: row {number}")
                         columns |= {str(key) for key in row}
                         chats |= {str(key) for key, value in row.items() if _is_chat(value)}
                         digest.update(line)
                         stream.write(line)
-                except BaseException:
-                    partial.unlink()
-                    raise
             path = self.directory / f"{name}-{digest.hexdigest()[:12]}.jsonl"
             if not path.exists():
                 self._written.append(path)

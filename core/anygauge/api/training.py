@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.api.call import Call
 from anygauge.api.run import Run
 from anygauge.api.start import load, say, train_loaded
+from anygauge.failures import on_failure
 from anygauge_hooks import hookimpl
 
 if TYPE_CHECKING:
@@ -72,14 +73,11 @@ def train(
     watcher = None
     if on_step is not None:
         watcher = plugins["anygauge.on_step"] = _StepWatcher(on_step)
-    try:
+    with on_failure(call.discard_unused_rows):
         base, overrides = call.layers()
         loaded = load(base, overrides, say=say, backend=backend, plugins=plugins)
         call.functions.limited.timeout_s = loaded.config.config.reward.timeout_s
         info = train_loaded(loaded, say=say, should_stop=lambda: watcher is not None and watcher.is_stopped)
-    except BaseException:
-        call.discard_unused_rows()
-        raise
     return Run(info.directory)
 
 

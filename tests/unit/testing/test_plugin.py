@@ -21,5 +21,5 @@ def test_a_run_without_the_suite_imports_the_plugin_alone(tmp_path: Path) -> Non
     )
     modules = json.loads(done.stdout.splitlines()[-1])
     ours = [name for name in modules if name.startswith("anygauge")]
-    assert ours == ["anygauge", "anygauge.testing", "anygauge.testing.plugin"]
+    assert ours == ["anygauge", "anygauge.testing", "anygauge.testing.plugin", "anygauge.version"]
     assert "torch" not in modules

@@ -70,7 +70,7 @@ def _serve(queue: SimpleQueue[_Work]) -> None:
             answer.put((asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value, None))
         except Exception as error:  # noqa: BLE001 - foreign code: a reward; the sample gets the reason
             answer.put((None, error))
-        except BaseException as error:  # noqa: BLE001 - the same; it must end neither this thread nor the run
+        except BaseException as error:  # noqa: BLE001 - foreign code: a reward may exit
             answer.put((None, RuntimeError(f"{type(error).__name__}: {error}")))
 
 
