@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
+from operator import add
 from typing import TYPE_CHECKING
 
 from anygauge.config.modalities import modalities
 from anygauge.config.rules.weight_sync import HOST
+from anygauge.data.evaluation import eval_datasets
 from anygauge.serving.server_plan import plan_servers
 from anygauge.serving.sglang.installed import Installed, installed_sglang
 from anygauge.serving.sglang.kinds import plan_devices, plan_ranks
@@ -82,10 +84,14 @@ def _samples_in_flight(config: Config) -> int:
 
 def _longest(config: Config) -> int | None:
     """Return the tokens of the longest prompt and response; ``None`` if the config does not bound them."""
-    prompt, rollout = config.data.max_prompt_tokens, config.rollout
-    if prompt is None or rollout.function != "single_turn" or modalities(config):
+    rollout, evaluated = config.rollout, eval_datasets(config).values()
+    has_other_models = not all(plan.is_synced for plan in plan_servers(config))
+    if rollout.function != "single_turn" or modalities(config) or has_other_models:
         return None
-    return prompt + max(rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    prompts = config.data.max_prompt_tokens, *(dataset.max_prompt_tokens for dataset in evaluated)
+    responses = rollout.max_new_tokens, *(dataset.max_new_tokens or 0 for dataset in evaluated)
+    known = [each for each in prompts if each is not None]
+    return max(map(add, known, responses)) if len(known) == len(prompts) else None
 
 
 def _weight_bytes(config: Config) -> float:

@@ -127,7 +127,13 @@ def test_the_cache_of_shared_devices_holds_the_samples_in_flight(config: Make, g
 
     rollout = step(2, 4, max_new_tokens=64)
     assert tokens(rollout) == 1000
-    assert tokens(rollout, eval={"max_new_tokens": 164}) == 2000
+    files = {"files": ["a.jsonl"]}
+    assert tokens(rollout, eval={"data": ["a.jsonl"], "max_new_tokens": 164}) == 2000
+    assert tokens(rollout, eval={"datasets": {"long": {**files, "max_new_tokens": 364}}}) == 4000
+    assert tokens(rollout, eval={"datasets": {"long": {**files, "max_prompt_tokens": 336}}}) == 4000
+    assert tokens(rollout, eval={"datasets": {"any": {**files, "max_prompt_tokens": None}}}) is None
+    judge = {"groups": [{}, {"model": "judge", "path": "/models/judge"}]}
+    assert tokens({**rollout, **judge}, placement={"rollout_workers": 2, "colocated": True}) is None
     assert tokens(rollout, placement={"rollout_workers": 1}) is None
     assert tokens(rollout, data={"train": ["a.jsonl"]}) is None
     assert tokens({**rollout, "function": "multi_turn"}) is None
