@@ -23,6 +23,8 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Begins a turn of the assistant in a template of transformers."""
 CONTENTS = ("0", "1")
 """Contents that differ in every character."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message with what a model thinks before it answers."""
 _NO_TURN = "SFT needs a message with the role 'assistant' in each row, or the answer in data.label_key."
 
 
@@ -38,7 +40,10 @@ class TurnFinder:
         self._tokenizer = tokenizer
         self._config = config
         self._stops = stop_tokens
-        self._stop = re.compile("|".join(map(re.escape, stop_tokens)) or "(?!)")
+        special = getattr(tokenizer, "all_special_tokens", ())
+        self._stop = _any_of(stop_tokens)
+        self._closing = _any_of([*stop_tokens, *special])
+        """Tokens that may end a turn: a base model has other stop tokens than its chat template writes."""
 
     def split(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[str]:
         """Render a chat, and split it into pieces, alternately untrained and trained.
@@ -68,7 +73,8 @@ class TurnFinder:
                 position = end
         if not pieces:
             raise BadRowError("has no turn of the assistant that the chat template leaves whole")
-        if (answers[-1], spans[-1][1]) == (len(messages) - 1, position) and not self._stop.search(pieces[-1]):
+        is_last = (answers[-1], spans[-1][1]) == (len(messages) - 1, position)
+        if is_last and not self._closing.search(pieces[-1]):
             return [*pieces[:-1], pieces[-1] + "".join(self._stops[:1])]
         return [*pieces, *([chat.text[position:]] if position < len(chat.text) else [])]
 
@@ -79,13 +85,32 @@ class TurnFinder:
     def _spans(self, chat: _Chat, answers: Sequence[int]) -> Iterator[Span | None]:
         template = self._tokenizer.get_chat_template(tools=chat.tools)
         if GENERATION.search(template):
-            yield from self._marked(chat, template)
+            marked = list(self._marked(chat, template))
+            if len(marked) == len(answers):
+                marked = [self._closed(chat, at, *span) for at, span in zip(answers, marked, strict=True)]
+            yield from marked
             return
         end = 0
         for at in answers:
             span = self._differing(chat, at, end)
             yield span
             end = end if span is None else span[1]
+
+    def _closed(self, chat: _Chat, at: int, begin: int, end: int) -> Span:
+        """Return a marked turn without what a policy is given, up to the token that ends it."""
+        prompt = chat.prompt(at)
+        if prompt is not None and begin < len(prompt) <= end and chat.text.startswith(prompt):
+            begin = len(prompt)
+        closings = [each.end() for each in self._closing.finditer(chat.text, begin, end)]
+        if closings and not chat.text[closings[-1] : end].strip():
+            return begin, closings[-1]
+        after = self._follows(chat.text, end)
+        return begin, end if after is None else after
+
+    def _follows(self, text: str, end: int) -> int | None:
+        """Return the end of a closing token that follows a turn at once, or after white space."""
+        closing = self._closing.search(text, end)
+        return None if closing is None or text[end : closing.start()].strip() else closing.end()
 
     def _marked(self, chat: _Chat, template: str) -> Iterator[Span]:
         """Yield the turns that the template marks."""
@@ -118,11 +143,14 @@ class TurnFinder:
         prompt = chat.prompt(at)
         if prompt is not None and len(prompt) >= earlier and chat.text.startswith(prompt):
             begin = len(prompt)  # thinking, and markers of it, are the policy's to write
-        stop = self._stop.search(chat.text, content_end)
-        if stop is not None and chat.text[content_end : stop.start()].strip():  # perhaps of a later turn
-            after = chat.content(at + 1) if at + 1 < len(chat.messages) else None
-            stop = stop if after is None or stop.end() <= after[0] else None
-        return begin, content_end if stop is None else stop.end()
+        if (end := self._follows(chat.text, content_end)) is not None:
+            return begin, end
+        after = chat.content(at + 1) if at + 1 < len(chat.messages) else None
+        limit = len(chat.text) if after is None else after[0]
+        for tokens in (self._stop, self._closing):
+            if closing := tokens.search(chat.text, content_end, limit):
+                return begin, closing.end()
+        return begin, content_end
 
     def _check_stops(self, messages: Sequence[Message]) -> None:
         for number, message in enumerate(messages):
@@ -164,6 +192,11 @@ class _Chat:
         return self._finder.render(messages, self.tools, generate=False)
 
 
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern of any of these texts, longer ones first."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+
+
 def _common(*texts: str) -> int:
     """Return how many characters texts have in common at their beginning."""
     least, most = 0, min(map(len, texts))
@@ -176,9 +209,9 @@ def _common(*texts: str) -> int:
 
 def _replaced(message: Message, content: str) -> dict[str, Any]:
     """Return the fields of a message by which it says something, with another content."""
-    fields: dict[str, Any] = {"content": content}
-    if isinstance(message.get("reasoning_content"), str):
-        fields["reasoning_content"] = content
+    is_parts = isinstance(message.get("content"), list)
+    fields: dict[str, Any] = {"content": [{"type": "text", "text": content}] if is_parts else content}
+    fields |= {name: content for name in THOUGHTS if isinstance(message.get(name), str)}
     if isinstance(calls := message.get("tool_calls"), list):
         fields["tool_calls"] = [_other_call(call, content) for call in calls]
     return fields
@@ -191,13 +224,18 @@ def _other_call(call: Any, content: str) -> Any:
     arguments: Any = {content: content}
     if isinstance(function.get("arguments"), str):
         arguments = json.dumps(arguments)
-    changed = {**function, "name": content, "arguments": arguments}
+    changed = {**function, "arguments": arguments}  # templates write the name into the tool's answer too
     return {**call, "function": changed} if "function" in call else changed
 
 
 def _is_whole(message: Message, turn: str) -> bool:
     """Return whether a rendered turn has the whole content of a message, except white space."""
-    said = [message.get("reasoning_content"), message.get("content"), *_called(message.get("tool_calls"))]
+    content = message.get("content")
+    parts = (
+        [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    )
+    thoughts = (message.get(name) for name in THOUGHTS)
+    said = [*thoughts, content, *parts, *_called(message.get("tool_calls"))]
     squeezed = "".join(turn.split())
     return all("".join(text.split()) in squeezed for text in said if isinstance(text, str))
 

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.config.schema import Data, DataFile
+from anygauge.data.conversations import TurnFinder
+from anygauge.data.problems import BadRowError
 from anygauge.data.rows import Row, RowReader
 from anygauge.data.source import FileSource
 from anygauge.testing.tiny import tiny_tokenizer
@@ -111,6 +113,23 @@ TEMPLATES = {
         ["<|endoftext|>", "<|user|>", "<|observation|>"],
     ),
     "plain": (template_of("{{ 'A: ' + text + '\n' }}", "{{ 'Q: ' + text + '\n' }}", "{{ 'A:' }}"), ["<eos>"]),
+    "marked whole": (
+        template_of(
+            "{% generation %}{{ '<|im_start|>assistant\n' + text + '<|im_end|>\n' }}{% endgeneration %}",
+            "{{ '<|im_start|>user\n' + text + '<|im_end|>\n' }}",
+            "{{ '<|im_start|>assistant\n' }}",
+        ),
+        ["<|im_end|>"],
+    ),
+    "marked content": (
+        template_of(
+            "{{ '<|im_start|>assistant\\n' }}"
+            "{% generation %}{{ text }}{% endgeneration %}{{ '<|im_end|>\\n' }}",
+            "{{ '<|im_start|>user\n' + text + '<|im_end|>\n' }}",
+            "{{ '<|im_start|>assistant\n' }}",
+        ),
+        ["<|im_end|>"],
+    ),
     "marked": (
         template_of(
             "{{ '[' }}{% generation %}{{ text + '<end>' }}{% endgeneration %}{{ ']' }}",
@@ -211,6 +230,8 @@ def test_every_turn_of_the_assistant_is_trained_on(read: Read, chat_tokenizer: A
         ("glm4", ["\nHello!<|user|>", "\nWell.<|endoftext|>"]),
         ("plain", [" Hello!", " Well.<eos>"]),
         ("marked", ["Hello!<end>", "Well.<end>"]),
+        ("marked whole", ["Hello!<|im_end|>", "Well.<|im_end|>"]),
+        ("marked content", ["Hello!<|im_end|>", "Well.<|im_end|>"]),
     ],
 )
 def test_turns_are_found_in_any_template(
@@ -225,6 +246,51 @@ def test_turns_are_found_in_any_template(
     (prompt,) = read(row, tokenizer=chat_tokenizer, stops=stops)
     if name not in ("glm4", "plain"):
         assert trained(prompt, chat_tokenizer) == runs
+
+
+def test_a_base_model_is_trained_to_close_a_turn(read: Read, chat_tokenizer: Any) -> None:
+    """Its stop token is another than the chat template writes."""
+    row = chat("Hello", "Hello!", "How are you?", "Well.")
+    (prompt,) = read(row, tokenizer=chat_tokenizer, stops=["<|endoftext|>"])
+    assert trained(prompt, chat_tokenizer) == ["Hello!<|im_end|>", "Well.<|im_end|>"]
+
+
+def test_the_answer_of_a_tool_may_name_the_called_function(
+    read: Read, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% set last = namespace(name='') %}{% for message in messages %}"
+        "{% for call in message.tool_calls or [] %}{% set last.name = call.function.name %}"
+        "<start>to={{ call.function.name }}{{ call.function.arguments | tojson }}<call>{% else %}"
+        "<start>{% if message.role == 'tool' %}{{ last.name }}{% else %}{{ message.role }}{% endif %}: "
+        "{{ message.content }}<end>{% endfor %}{% endfor %}{% if add_generation_prompt %}<start>{% endif %}"
+    )
+    monkeypatch.setattr(chat_tokenizer, "chat_template", template)
+    row = chat("a", "", "b", "c")
+    row["messages"][1] |= {"tool_calls": [{"function": {"name": "look", "arguments": {"at": "it"}}}]}
+    row["messages"][2]["role"] = "tool"
+    (prompt,) = read(row, tokenizer=chat_tokenizer, stops=["<end>", "<call>"])
+    assert trained(prompt, chat_tokenizer) == ['to=look{"at": "it"}<call>', "assistant: c<end>"]
+
+
+def test_content_in_parts_is_found_and_compared(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{% for part in message.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    monkeypatch.setattr(chat_tokenizer, "chat_template", template)
+    finder = TurnFinder(chat_tokenizer, Data(train=()), CHATML)
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}]}
+        for role, text in (("user", "a"), ("assistant", "b"))
+    ]
+    assert finder.split(messages, None)[1] == "b<|im_end|>"
+    shortening = template.replace("part.text", "part.text.split('</think>')[-1]")
+    monkeypatch.setattr(chat_tokenizer, "chat_template", shortening)
+    messages[1]["content"][0]["text"] = "<think>hm</think>b"
+    with pytest.raises(BadRowError, match="no turn of the assistant that the chat template leaves whole"):
+        finder.split(messages, None)
 
 
 def test_tools_that_glm_calls_end_the_turn(
