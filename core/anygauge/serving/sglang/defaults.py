@@ -16,7 +16,7 @@ from anygauge.config.rules.weight_sync import HOST
 from anygauge.data.evaluation import eval_datasets
 from anygauge.serving.server_plan import plan_servers
 from anygauge.serving.sglang.installed import Installed, installed_sglang
-from anygauge.serving.sglang.kinds import plan_devices, plan_ranks
+from anygauge.serving.sglang.kinds import plan_copies, plan_devices, plan_ranks
 from anygauge_hooks.types import ConfigChange
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def server_defaults(config: Config, backend: BackendSpec) -> Iterator[ConfigChan
     if config.rollout.engine != ENGINE or config.rollout.external or backend.device_type == HOST:
         return
     samples = _samples_in_flight(config)
-    if installed is not None and not any("cuda_graph" in name for name in _names(config)):
+    has_other_models = any(group.path is not None for group in config.rollout.groups)
+    has_own_graphs = any("cuda_graph" in name for name in _names(config))
+    if installed is not None and not (has_other_models or has_own_graphs):
         yield from _graphs(config, installed, samples)
     if config.placement.colocated and (longest := _longest(config)) is not None:
         tokens = ceil(samples * longest * SPARE_CACHE)
@@ -97,7 +99,8 @@ def _longest(config: Config) -> int | None:
 def _weight_bytes(config: Config) -> float:
     """Return the bytes of the model's weights on one device of a server, infinite if they are not known."""
     files = [path.stat().st_size for path in config.model.path.glob("*.safetensors")]
-    devices = min(plan_devices(config, plan) for plan in plan_servers(config) if plan.is_synced)
+    plans = [plan for plan in plan_servers(config) if plan.is_synced]
+    devices = min(plan_devices(config, plan) // plan_copies(config, plan) for plan in plans)
     return sum(files) / devices if files else float("inf")
 
 

@@ -38,7 +38,7 @@ def test_a_server_tells_what_it_is_and_is_left_alone(config: Make, model: Path, 
     assert attached.start() == server.address
     facts, peer = attached.facts(), attached.peer()
     assert (facts["version"], facts["ranks"], facts["model"]) == ("0.5.23", "3", str(model))
-    assert peer.max_running_requests == Options().slots
+    assert peer.max_running_requests == Options().slots // 3
     assert (peer.tensor_parallel, peer.api.has_session, peer.api.checksums) == (2, True, "sha256")
     attached.close()
     assert server.is_alive()
@@ -53,6 +53,7 @@ def test_a_server_tells_what_it_is_and_is_left_alone(config: Make, model: Path, 
             96,
         ),
         ({"internal_states": [{}], "max_running_requests": 200}, 200),
+        ({"internal_states": [{}], "max_running_requests": 200, "dp_size": 4}, 50),
         ({"internal_states": [], "max_running_requests": None}, None),
         ({"max_running_requests": "many"}, None),
         ({}, None),

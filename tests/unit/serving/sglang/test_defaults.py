@@ -88,6 +88,7 @@ def test_large_models_have_smaller_batches(
     (model / "more.safetensors").write_bytes(b"0" * 64)
     assert batch(step()) == 256
     assert batch(step(sglang={"tp_size": 2})) == 512
+    assert batch(step(sglang={"dp_size": 2})) == 256
     (model / "more.safetensors").write_bytes(b"0" * 65)
     assert batch(step()) is None
 
@@ -104,6 +105,12 @@ def test_graphs_of_the_user_stay(
     own = {"sglang": {name: 4}}
     rollout = step(groups=[own]) if of_group else step(**own)
     assert filled(config(rollout, model={"path": model}), gpu) == {}
+
+
+def test_servers_of_other_models_keep_sglangs_own_graphs(config: Make, gpu: BackendSpec, model: Path) -> None:
+    judge = {"groups": [{}, {"model": "judge", "path": "/models/judge"}]}
+    made = config(step(**judge), model={"path": model}, placement={"rollout_workers": 2})
+    assert filled(made, gpu) == {}
 
 
 def test_versions_without_an_argument_are_not_given_it(

@@ -54,8 +54,10 @@ def running_limit(server: Mapping[str, Any]) -> int | None:
     What the server was told is divided among its ranks, and lowered where its cache is small.
     """
     state: Mapping[str, Any] = next(iter(server.get("internal_states") or ()), {})
-    limit = state.get("effective_max_running_requests_per_dp") or server.get("max_running_requests")
-    return limit if isinstance(limit, int) and limit > 0 else None
+    limit, ranks = state.get("effective_max_running_requests_per_dp"), 1
+    if limit is None:
+        limit, ranks = server.get("max_running_requests"), server.get("dp_size") or 1
+    return max(1, limit // ranks) if isinstance(limit, int) and limit > 0 else None
 
 
 def _of_model(model: Mapping[str, Any], expected: Expected) -> list[str]:
