@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,9 +63,24 @@ class Call:
             above = merge(above, tree_of({"reward": reward_table(reward)}, functions.name))
         file, base = _base(source, functions)
         call = cls(file, base, above, functions)
+        if reward is not None:
+            call._take_out("reward")
+        if eval_data is not None:
+            call._take_out("eval", "datasets")
         call._give_data(data)
         call._give_eval_data(eval_data)
         return call
+
+    def _take_out(self, *path: str) -> None:
+        """Take a table out of what is below the arguments, where one of them replaces it."""
+        *tables, last = path
+        below = copy.deepcopy(dict(self._below))
+        table: Any = below
+        for name in tables:
+            table = table.get(name)
+        if isinstance(table, dict) and last in table:
+            del table[last]
+            self._file, self._base, self._below = None, below, below
 
     def _give_data(self, data: Any) -> None:
         if data is None:
@@ -183,7 +199,7 @@ def _base(
     if source is None:
         return None, LOCAL
     if isinstance(source, Config):
-        return None, source.model_dump(mode="json", exclude_unset=True)
+        return None, merge(LOCAL, source.model_dump(mode="json", exclude_unset=True))
     if isinstance(source, Mapping):
         return None, merge(LOCAL, tree_of(source, functions.name))
     if isinstance(source, str | Path | RunView):

@@ -92,9 +92,12 @@ def _sampling(
     evaluation: Tree = {"samples_per_prompt": samples_per_prompt}
     if temperature is not None:
         evaluation["temperature"] = temperature
-    tree: Tree = {"eval": evaluation, "data": {"label_key": "none"}}
     if max_new_tokens is not None:
-        tree["rollout"] = {"max_new_tokens": max_new_tokens}
+        evaluation["max_new_tokens"] = max_new_tokens
+    # The rows have a prompt and nothing else, and each of them is answered.
+    unused = ("label_key", "metadata_key", "tools_key", "max_prompt_tokens")
+    data = {"input_key": "prompt"} | dict.fromkeys(unused, "none")
+    tree: Tree = {"eval": {"max_prompts": "none", **evaluation}, "data": data}
     return tree if seed is None else merge(tree, {"run": {"seed": seed}})
 
 
