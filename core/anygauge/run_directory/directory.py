@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from anygauge.config import Config
+from anygauge.config.data_files import split_slice
 from anygauge.config.load import write_resolved
 from anygauge.config.rules.file import INPUTS
 from anygauge.disk import ABANDONED, free_name
@@ -179,7 +180,10 @@ def reserve_run_directory(config: Config) -> Iterator[ReservedDirectory]:
             _refuse(directory, config)
             with on_failure(undo.close):
                 _make(directory, undo)
+                had_lock = (directory / LOCK_FILE).exists()
                 stack.callback(os.close, _lock(directory))
+                if not had_lock:  # it is this process's to remove, now that no other can hold it
+                    undo.callback((directory / LOCK_FILE).unlink, missing_ok=True)
         except OSError as error:
             raise _unusable(directory, error) from error
         stack.enter_context(undo)  # with the lock
@@ -193,13 +197,10 @@ def reserve_run_directory(config: Config) -> Iterator[ReservedDirectory]:
 
 
 def _make(directory: Path, undo: ExitStack) -> None:
-    """Make a directory, and have what is made of it, and its lock, removed again."""
+    """Make a directory, and have what is made of it removed again."""
     for parent in reversed([each for each in (directory, *directory.parents) if not each.exists()]):
         undo.callback(_remove_empty, parent)
         parent.mkdir(exist_ok=True)
-    lock = directory / LOCK_FILE
-    if not lock.exists():
-        undo.callback(lock.unlink, missing_ok=True)
 
 
 def _rename_back(aside: Path, path: Path) -> None:
@@ -307,7 +308,7 @@ def _clear(directory: Path) -> None:
 def _clear_inputs(directory: Path, config: Config) -> None:
     """Remove the data that a program wrote for an earlier run of this name."""
     sets = [config.data.train, config.eval.data, *(each.files for each in config.eval.datasets.values())]
-    used = {Path(file.path).name for files in sets for file in files}
+    used = {Path(split_slice(file.path)[0]).name for files in sets for file in files}
     for path in (directory / INPUTS).glob("*.jsonl"):
         if path.name not in used:
             path.unlink()
