@@ -28,8 +28,6 @@ from anygauge_hooks.rl import Prompt
 
 __all__ = ["EvalSet", "Inputs", "forbidden_tokens", "read_eval_sets", "read_inputs"]
 
-"""Stands for the turns of a family that has no chat template, in SFT on plain prompts."""
-
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
