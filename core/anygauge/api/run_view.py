@@ -142,7 +142,8 @@ class RunView:
         if export is None:
             there = self.last_checkpoint
             hint = (
-                "Let it run to its end with resume=True; save={'hf_every': N} exports the model on the way."
+                "Let it run to its end with resume=True; save={'hf_every': N} exports the model on the way. "
+                "A run with adapters exports the whole model unless train.lora.export is 'adapter'."
             )
             raise CheckpointError(
                 f"The run in {self.directory} has no export of its model"

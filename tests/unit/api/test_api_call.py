@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import anygauge
 from anygauge import Config
 from anygauge.api.call import Call
 from anygauge.api.rewards import import_path
@@ -283,3 +285,61 @@ def test_a_file_gives_the_name_and_what_the_call_leaves_out(tmp_path: Path) -> N
     assert (config.run.name, config.run.resume, config.train.lr) == ("f", True, 1e-3)
     assert config.placement.launcher == "ray"
     assert Path(config.data.train[0].path).parent == tmp_path / "runs" / "f" / "inputs"
+
+
+BASE = """
+[run]
+name = "r"
+[model]
+path = "m"
+[data]
+train = ["a.jsonl"]
+[reward.parts.format]
+function = "exact_match"
+[eval.datasets.far]
+files = ["b.jsonl"]
+"""
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_rewards_and_evaluation_data_replace_those_of_a_config(tmp_path: Path, is_file: bool) -> None:
+    (tmp_path / "base.toml").write_text(BASE)
+    source: Any = str(tmp_path / "base.toml") if is_file else tomllib.loads(BASE)
+    made = tree(source, reward="math", eval_data="c.jsonl")
+    assert made["reward"] == {"function": "math"}
+    assert made["eval"] == {"data": [{"path": "c.jsonl"}]}
+    kept = Call.of(source, {})
+    assert kept.get("reward", "parts") == {"format": {"function": "exact_match"}}
+    assert set(kept.get("eval", "datasets")) == {"far"}
+
+
+def test_a_config_object_has_the_defaults_of_python() -> None:
+    tables = tree(data="a.jsonl")
+    del tables["placement"]
+    assert tree(Config.model_validate(tables))["placement"] == {"launcher": "local"}
+
+
+def test_generation_answers_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a config says of its own rows."""
+    seen: list[Any] = []
+
+    def loading(base: Any, overrides: Any, **_: Any) -> Any:
+        seen.append(base)
+        raise ConfigError("seen", hint="")
+
+    monkeypatch.setattr("anygauge.api.generation.load_evaluation", loading)
+    limits = {"max_prompts": 1, "max_new_tokens": 9, "datasets": {"far": {"files": ["b.jsonl"]}}}
+    config = {
+        "model": {"path": "m"},
+        "data": {"input_key": "question", "max_prompt_tokens": 3},
+        "eval": limits,
+    }
+    with pytest.raises(ConfigError, match="seen"):
+        anygauge.generate(config, ["a", "b"], max_new_tokens=4)
+    (made,) = seen
+    assert (made["data"]["input_key"], made["data"]["max_prompt_tokens"]) == ("prompt", "none")
+    assert {key: made["eval"][key] for key in ("max_prompts", "max_new_tokens")} == {
+        "max_prompts": "none",
+        "max_new_tokens": 4,
+    }
+    assert "datasets" not in made["eval"]
