@@ -1,7 +1,7 @@
 """Arguments of SGLang's servers that a run fills in, because SGLang's own suit a service.
 
 A service does not know how many requests will come. A run does: its servers hold at most the samples of a
-step, or of two with a schedule that generates ahead.
+step, and of the steps that its schedule generates ahead.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from anygauge.config.modalities import modalities
 from anygauge.config.rules.weight_sync import HOST
+from anygauge.config.schema import POLICY
 from anygauge.data.evaluation import eval_datasets
 from anygauge.serving.server_plan import plan_servers
 from anygauge.serving.sglang.installed import Installed, installed_sglang
@@ -52,9 +53,8 @@ def server_defaults(config: Config, backend: BackendSpec) -> Iterator[ConfigChan
     if config.rollout.engine != ENGINE or config.rollout.external or backend.device_type == HOST:
         return
     samples = _samples_in_flight(config)
-    has_other_models = any(group.path is not None for group in config.rollout.groups)
     has_own_graphs = any("cuda_graph" in name for name in _names(config))
-    if installed is not None and not (has_other_models or has_own_graphs):
+    if installed is not None and not (has_own_graphs or _serves_other_models(config)):
         yield from _graphs(config, installed, samples)
     if config.placement.colocated and (longest := _longest(config)) is not None:
         tokens = ceil(samples * longest * SPARE_CACHE)
@@ -87,13 +87,17 @@ def _samples_in_flight(config: Config) -> int:
 def _longest(config: Config) -> int | None:
     """Return the tokens of the longest prompt and response; ``None`` if the config does not bound them."""
     rollout, evaluated = config.rollout, eval_datasets(config).values()
-    has_other_models = not all(plan.is_synced for plan in plan_servers(config))
-    if rollout.function != "single_turn" or modalities(config) or has_other_models:
+    if rollout.function != "single_turn" or modalities(config) or _serves_other_models(config):
         return None
     prompts = config.data.max_prompt_tokens, *(dataset.max_prompt_tokens for dataset in evaluated)
     responses = rollout.max_new_tokens, *(dataset.max_new_tokens or 0 for dataset in evaluated)
     known = [each for each in prompts if each is not None]
     return max(map(add, known, responses)) if len(known) == len(prompts) else None
+
+
+def _serves_other_models(config: Config) -> bool:
+    """Return whether servers of models that are not trained would get the same arguments."""
+    return any(plan.model != POLICY for plan in plan_servers(config))
 
 
 def _weight_bytes(config: Config) -> float:
