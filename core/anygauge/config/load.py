@@ -143,7 +143,7 @@ def load_config(
         problems = (*checked.problems, *find(config, checks_models=checks_models))
         lines = [_line(each, source.origin(backend.name, each.path)) for each in problems]
         if (lines or further) and not checks_models:
-            require(config, checks_models=True)  # so that all problems are told at once
+            require(config, checks_models=True)  # report all problems at once
         if lines or further:
             raise _error("The config" if isinstance(path, Mapping) else path, [*lines, *further])
 

@@ -1,8 +1,7 @@
-"""Trained parts of a rendered chat, for SFT: the assistant's turns.
+"""Loss masks of chats for SFT: find the assistant's turns in the output of any chat template.
 
-No chat template has to be known. A template says by itself where turns are if it has the markers
-``{% generation %}``. Otherwise the chat is rendered again with another content of a turn: what stays the same
-before and after it is not the turn's.
+A template may mark the turns with ``{% generation %}``. Otherwise the chat is rendered again with another
+content of a turn. The text that stays the same, before and after, is not part of the turn.
 """
 
 from __future__ import annotations
@@ -198,7 +197,8 @@ def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
 
 
 def _common(*texts: str) -> int:
-    """Return how many characters texts have in common at their beginning."""
+    """Return the length of the common prefix of texts."""
+    # os.path.commonprefix compares one character after the other, of which a long chat has a million.
     least, most = 0, min(map(len, texts))
     while least < most:
         middle = (least + most + 1) // 2

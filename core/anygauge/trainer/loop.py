@@ -132,7 +132,7 @@ class Training:
 
 
 def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> None:
-    """Run every step that is left, or until it is told to stop.
+    """Run the remaining steps, or stop early when asked to.
 
     :param should_stop: Asked after each step, once observers and health rules have seen it.
     """

@@ -138,7 +138,7 @@ def start_processes(
 
 
 def run_info(loaded: LoadedConfig, directory: Path, facts: Mapping[str, str]) -> RunInfo:
-    """Return what observers are told of a run before its first step.
+    """Return the description of a run for its observers, before the first step.
 
     :param facts: Facts that plugins report about this host.
     """

@@ -1,7 +1,6 @@
 """The tiny model of each family against transformers', on each train engine that builds it.
 
-Rows are those of ``anygauge check-model``, of which each is a test. Those of the tokenizer are left out: it
-belongs to a checkpoint.
+Each row of ``anygauge check-model`` is a test, except those of the tokenizer, which belongs to a checkpoint.
 """
 
 from __future__ import annotations
