@@ -28,6 +28,8 @@ from types import SimpleNamespace
 from typing import Any
 
 SEED = 42
+SPARE = 16
+"""Tokens of the context beyond those of a request, which SGLang keeps for itself."""
 KEY = "ANYGAUGE_BENCH_KEY"
 """Environment variable of the key that the real server asks for: the same for requests and for its cache."""
 
@@ -97,6 +99,7 @@ def _real(options: argparse.Namespace, folder: Path) -> Any:
 
     plugins = load_plugins()
     backend = find_backend(plugins, plugins.named("register_backends"), options.backend)
+    length = options.prompt_tokens + options.response_tokens
     tree = {
         "run": {"name": "client", "directory": str(folder)},
         "model": {"path": str(options.model)},
@@ -106,9 +109,9 @@ def _real(options: argparse.Namespace, folder: Path) -> Any:
             "engine": "sglang",
             "api_key": f"${KEY}",
             "admin_api_key": f"${KEY}",
-            "max_batch_tokens": 32_768,
+            "max_batch_tokens": options.concurrency * length,
             "sglang": {
-                "context_length": 1024,
+                "context_length": length + SPARE,
                 "max_running_requests": options.concurrency,
                 **options.sglang,
             },

@@ -175,6 +175,11 @@ class WeightPeer:
         return True
 
     @property
+    def keeps_requests(self) -> bool:
+        """Whether a pause in mode ``retract`` keeps the requests under way; otherwise it aborts them."""
+        return True
+
+    @property
     def has_checksums(self) -> bool:
         """Whether it reports checksums of its parameters: the first 64 bits of SHA-256, in hex."""
         return False

@@ -200,6 +200,19 @@ def test_samples_go_on_through_updates_and_are_never_older_than_the_bound(
     assert min(beside) >= 1
 
 
+def test_an_update_does_not_wait_for_the_poll_of_servers_that_abort(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang 0.5.17 cannot keep requests over an update: it aborts them and polls until it has none."""
+    options = {"sglang": "0.5.17", "token_s": 0.05, "lengths": "fixed:24", "abort_poll_s": 1e6}
+    install(tmp_path / "plugin", [""], monkeypatch, **options)
+    observer = Observer()
+    keys = {"rollout__schedule": "async", "rollout__max_staleness": 2, "rollout__max_new_tokens": 24}
+    run(tmp_path, observer, placement__rollout_workers=1, weight_sync__deadline_s=10, **keys)
+    assert "did not take weight version" not in caplog.text, "the pause waited for the poll"
+    assert 1 <= max(map(max, ages(observer.groups))) <= 2
+
+
 def test_asynchronous_training_needs_engines_of_its_own(tmp_path: Path) -> None:
     embedded = {"rollout__schedule": "async", "rollout__engine": "transformers"}
     with pytest.raises(ConfigError, match=r"rollout\.schedule: .* set placement.rollout_workers"):

@@ -158,7 +158,7 @@ class Producer:
         """
         await self._gate.close()
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Let rollouts go on."""
         if self._continuous is not None:
             self._gate.open()

@@ -89,6 +89,7 @@ class RolloutScheduler:
         self._scorer = None if client.overlaps else scorer
         self._events = client.loop
         self._wait = client.wait
+        self._keeps_requests = client.keeps_requests
         self._config = config
         rollout = config.rollout
         self._versions = 1 if rollout.schedule == "one_step_off" else rollout.max_staleness
@@ -121,8 +122,12 @@ class RolloutScheduler:
 
     def before_sync(self) -> None:
         """Wait for what may not go on with other weights."""
-        if self._config.rollout.schedule == "one_step_off":
+        schedule = self._config.rollout.schedule
+        if schedule == "one_step_off":
             self._wait(self._producer.finish_open(), "the groups of the next step")
+        elif schedule == "async" and not self._keeps_requests:
+            # SGLang's own pause aborts them too, but looks only once a second whether all have ended
+            self._wait(self._producer.pause(), "the engines to end their requests")
 
     def metrics(self) -> dict[str, float]:
         """Return ``rollout/*`` of the last step."""
@@ -131,6 +136,8 @@ class RolloutScheduler:
     def advance(self, version: int) -> None:
         """Tell which weights the engines serve now."""
         self._events.run(self._producer.advance(version))
+        if self._config.rollout.schedule == "async":
+            self._events.run(self._producer.resume())
 
     def read_ahead(self, state: RunState, *, goes_on: bool) -> None:
         """Note in the state of a run what a resume needs, and draw the prompts of the next step."""

@@ -36,6 +36,11 @@ class SGLangPeer(ServerPeer):
     """``host:port`` at which one that only reads prompts hands them over."""
 
     @property
+    def keeps_requests(self) -> bool:
+        """Whether its requests survive a pause in mode ``retract``."""
+        return self.api.retracted_survive_flush
+
+    @property
     def has_checksums(self) -> bool:
         """Whether it tells checksums that can be compared."""
         return self.api.checksums != "none"
@@ -73,7 +78,7 @@ class SGLangTarget(EngineControl, WeightTarget):
 
     def pause(self, mode: PauseMode) -> None:
         """Let the server make no more tokens."""
-        if mode == "retract" and not self._peer.api.retracted_survive_flush:
+        if mode == "retract" and not self._peer.keeps_requests:
             mode = "abort"
         self.post("/pause_generation", {"mode": mode}, what="a pause")
 

@@ -149,7 +149,7 @@ def test_a_pause_lets_weights_change_in_the_middle_of_a_sample(make_producer: Ma
         assert len(engine.requests) == 2
         engine.version, held = 5, False
         await producer.advance(5)
-        producer.resume()
+        await producer.resume()
         return await producer.take(2, timeout_s=20)
 
     for group in run(producer, body):
