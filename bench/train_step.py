@@ -91,6 +91,7 @@ SHAPES = {
     "4b": shape(2560, 36, 32, 8, 9728),
     "1.7b": shape(2048, 28, 16, 8, 6144),
     "0.6b": shape(1024, 28, 16, 8, 3072),
+    "135m": shape(576, 30, 9, 3, 1536, head_dim=64, vocab_size=49_152),
     "30b-a3b": shape(2048, 6, 32, 4, 6144, **EXPERTS),
     "thin": shape(128, 36, 4, 2, 256, head_dim=32, vocab_size=512),
     "tiny": shape(64, 2, 4, 2, 128, head_dim=16, vocab_size=512),
