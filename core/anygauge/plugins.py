@@ -224,7 +224,7 @@ class Plugins:
         """
         owners: dict[str, str] = {}
         items: dict[str, Any] = {}
-        for owner, item in self._registered(hook):
+        for owner, item in self.registered(hook):
             if item.name in items:
                 raise DuplicateNameError(
                     f"{hook}: {item.name!r} is registered by {owners[item.name]} and by {owner}.",
@@ -283,7 +283,7 @@ class Plugins:
     def _families(self) -> dict[str, Any]:
         owners: dict[str, str] = {}
         families: dict[str, Any] = {}
-        for owner, family in self._registered("register_models", "architectures"):
+        for owner, family in self.registered("register_models", "architectures"):
             for name in family.architectures:
                 if name in owners:
                     raise DuplicateNameError(
@@ -320,7 +320,7 @@ class Plugins:
 
         :raises ConfigConflictError: Two plugins want different values for one variable.
         """
-        others = [owned for owned in self._registered("register_backends") if owned.item.name != backend.name]
+        others = [owned for owned in self.registered("register_backends") if owned.item.name != backend.name]
         hidden = [Owned(owner, entry) for owner, spec in others for entry in spec.hidden_env.items()]
         backend_env = self.answers(
             "worker_env",
@@ -385,7 +385,7 @@ class Plugins:
         """Return the items of every plugin's answer with the plugin, in registration order."""
         return call_collecting(self._caller(hook, arguments), arguments)
 
-    def _registered(self, hook: str, attribute: str = "name") -> list[Owned]:
+    def registered(self, hook: str, attribute: str = "name") -> list[Owned]:
         """Return the items of a ``register_*`` hook, each of which has an attribute.
 
         :raises PluginError: A plugin registered something else, such as a name alone.
@@ -416,7 +416,7 @@ class Plugins:
         """Return the backends that plugins registered or declared; a plugin without any is for all."""
         if self._backends is None:
             backends = {name: {*info.backends} for name, info in self._infos.items() if info.backends}
-            for owner, spec in self._registered("register_backends"):
+            for owner, spec in self.registered("register_backends"):
                 backends.setdefault(owner, set()).add(spec.name)
             self._backends = backends
         return self._backends

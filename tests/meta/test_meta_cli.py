@@ -13,6 +13,7 @@ SURFACE = {
     "launch": ["config", "--nodes", "--devices", "--head", "--backend", "--run", "--print-head"],
     "report": ["directory", "--out"],
     "doctor": ["--backend", "--json", "--timeout"],
+    "keys": ["words", "--json", "--schema"],
     "hooks": ["--backend", "--json", "--strict"],
     "check-model": [
         *("directory", "--engine", "--backend", "--prompt", "--against", "--layers", "--trust-remote-code")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
+from anygauge.config.keys import PAGES
 from anygauge.config.validate import keys, sections
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,12 @@ def test_every_config_key_is_documented() -> None:
     undocumented = [path for path, field in keys() if not (field.description or "").endswith((".", ".)"))]
     assert undocumented == []
     assert all(section.__doc__ for _, section in sections())
+
+
+def test_the_page_of_config_keys_is_current_and_links_to_pages() -> None:
+    script = runpy.run_path(str(ROOT / "bench/config_page.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), "run bench/config_page.py"
+    assert all((ROOT / "docs" / f"{page}.md").exists() for page in PAGES.values())
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from types import TracebackType
 
-from anygauge.cli import check_model, convert, doctor, hooks, init, launch, report, train
+from anygauge.cli import check_model, convert, doctor, hooks, init, keys, launch, report, train
 from anygauge.cli import eval as evaluate
 from anygauge.cli.arguments import split_arguments
 from anygauge.cli.torch_extensions import extension_failure
@@ -33,6 +33,7 @@ COMMANDS = {
     "launch": launch,
     "report": report,
     "doctor": doctor,
+    "keys": keys,
     "hooks": hooks,
     "check-model": check_model,
     "convert": convert,

@@ -13,7 +13,7 @@ from anygauge.cli.arguments import requested_backend
 
 __all__ = ["HELP", "add_arguments", "columns", "run"]
 
-HELP = "List who implements each hook and each kernel operation."
+HELP = "List who implements each hook and kernel operation, and every registered name."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
 def _rendered(report: Mapping[str, Any]) -> str:
     kernels = [("OPERATION", "SERVED BY", "DTYPES", "PACKAGE", "WHERE"), *map(_kernel, report["kernels"])]
     hooks = [("HOOK", "PLUGIN", "PACKAGE", "WHERE"), *map(_hook, report["hooks"])]
+    registered = [("KIND", "NAME", "PACKAGE", "WHERE"), *map(_registered, report["registered"])]
     lines = [f"Kernels on {report['backend']}", columns(kernels), "", "Hooks", columns(hooks)]
+    lines += ["", "Registered names", columns(registered)]
     for kernel in report["kernels"]:
         for dtype, (relative, absolute) in kernel["tolerance"].items():
             declared = f"{relative:g} relative, {absolute:g} absolute in {dtype}"
@@ -70,6 +72,11 @@ def _kernel(row: Mapping[str, Any]) -> Sequence[str]:
 
 def _hook(row: Mapping[str, Any]) -> Sequence[str]:
     return row["hook"], row["plugin"] or "-", _package(row), _short(row["location"])
+
+
+def _registered(row: Mapping[str, Any]) -> Sequence[str]:
+    architectures = f" ({', '.join(row['architectures'])})" if row["architectures"] else ""
+    return row["kind"], f"{row['name']}{architectures}", _package(row), _short(row["location"])
 
 
 def _short(location: str | None) -> str:

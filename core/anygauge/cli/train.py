@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import textwrap
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from anygauge.cli.keys import print_keys
 
 if TYPE_CHECKING:
     from anygauge.config import Config
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "Train a policy from a TOML config."
-
-_INDENT = 6
-_KEYS_TITLE = 'In tables of the file, or as --section.key value. Values are TOML; "none" stands for null.'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,15 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="with --dry-run: do not check the files that the config names",
     )
-    parser.add_argument("--keys", action="store_true", help="list every config key and exit")
+    parser.add_argument("--keys", action="store_true", help="the same as `anygauge keys`")
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the config and train."""
     _check_usage(args)
     if args.keys:
-        print(_KEYS_TITLE, *_keys(), sep="\n")
-        return 0
+        return print_keys(())
     from anygauge.api.start import load, train_loaded
 
     loaded = load(
@@ -110,21 +105,3 @@ def _overrides(args: argparse.Namespace) -> list[str | tuple[str, Any]]:
 def _say(text: str) -> None:
     """Print to stderr: stdout is for what a dry run resolves."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _keys() -> Iterator[str]:
-    from anygauge.config.validate import describe, keys
-
-    indent = " " * _INDENT
-    for path, field in keys():
-        default = field.get_default(call_default_factory=True, validated_data={})
-        shown = "required" if field.is_required() else f"default {_toml(default)}"
-        yield f"  --{path}  ({shown})"
-        yield textwrap.fill(describe(field), 100, initial_indent=indent, subsequent_indent=indent)
-
-
-def _toml(value: Any) -> str:
-    """Return a default as TOML, which for these values is JSON."""
-    from anygauge.config.validate import NONE
-
-    return json.dumps(NONE if value is None else value, default=str)

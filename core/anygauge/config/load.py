@@ -321,5 +321,5 @@ def _for_the_shell(problem: ConfigProblem) -> str:
 
 def _error(path: str | Path, lines: Sequence[str]) -> ConfigError:
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-    hint = "`anygauge train --keys` lists every key with its default."
+    hint = "`anygauge keys WORD` explains the keys that have a word."
     return ConfigError("\n  ".join([f"{path} has {count}:", *lines]), hint=hint)

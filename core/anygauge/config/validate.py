@@ -19,7 +19,17 @@ from anygauge.config.schema import Config
 from anygauge.config.tree import Tree, merge, plain, remove
 from anygauge_hooks.types import ConfigProblem
 
-__all__ = ["NONE", "QUOTES", "Checked", "accepts_none", "describe", "keys", "sections", "validate"]
+__all__ = [
+    "NONE",
+    "QUOTES",
+    "Checked",
+    "accepts_none",
+    "describe",
+    "keys",
+    "plain_text",
+    "sections",
+    "validate",
+]
 
 NONE = "none"
 """TOML has no null: this string stands for it, in the fields that take one."""
@@ -220,8 +230,12 @@ def _value_hint(detail: ErrorDetails) -> str:
 
 def describe(field: FieldInfo) -> str:
     """Return a field's documentation as plain text, with null as the user must write it."""
-    text = " ".join((field.description or "").split())
-    return text.replace("``None``", f'"{NONE}"').replace("``", "")
+    return plain_text(field.description or "")
+
+
+def plain_text(text: str) -> str:
+    """Return a docstring in one line without markup, and null as the user must write it."""
+    return " ".join(text.split()).replace("``None``", f'"{NONE}"').replace("``", "")
 
 
 def keys() -> Iterator[tuple[str, FieldInfo]]:

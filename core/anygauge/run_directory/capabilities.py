@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,8 @@ _KERNEL_FIELDS = (
     *("op", "source", "owner", "package", "version", "location", "dtypes"),
     *("tolerance", "tolerance_reason", "is_reference"),
 )
+REGISTERS, KERNELS = "register_", "register_kernels"
+"""Beginning of the names of hooks that register something by name, and the one that takes a backend."""
 _logger = logging.getLogger(__name__)
 
 
@@ -34,6 +36,7 @@ def capabilities(plugins: Plugins, backend: BackendSpec) -> dict[str, Any]:
     return {
         "backend": backend.name,
         "hooks": list(_hook_rows(plugins, backend)),
+        "registered": list(_registered_rows(plugins)),
         "kernels": [_kernel_row(row) for row in table.rows()],
         "left_out": [asdict(kernel) for kernel in table.left_out],
         "unknown_backends": plugins.unknown_backends(),
@@ -66,6 +69,31 @@ def _hook_rows(plugins: Plugins, backend: BackendSpec) -> Iterator[dict[str, Any
             }
         if not implementations:
             yield {"hook": hook, **dict.fromkeys(("plugin", "package", "version", "location"))}
+
+
+def _registered_rows(plugins: Plugins) -> Iterator[dict[str, Any]]:
+    """Yield one row for each name that a plugin registered, such as a model family or a reward."""
+    distribution = cache(plugin_distribution)
+    for hook in plugins.hooks():
+        for owner, item in plugins.registered(hook) if hook.startswith(REGISTERS) and hook != KERNELS else ():
+            package, release = distribution(owner)
+            yield {
+                "kind": hook.removeprefix(REGISTERS).replace("_", " "),
+                "name": item.name,
+                "architectures": list(getattr(item, "architectures", ())),
+                "plugin": owner,
+                "package": package,
+                "version": release,
+                "location": next(filter(None, map(source_location, _functions(plugins, hook, owner, item)))),
+            }
+
+
+def _functions(plugins: Plugins, hook: str, owner: str, item: Any) -> Iterator[Callable[..., Any]]:
+    """Yield the functions of a registered item, and last the one that registered it."""
+    for name in ("fn", "make", "serve", "probe"):
+        if callable(function := getattr(item, name, None)):
+            yield function
+    yield getattr(plugins.manager.get_plugin(owner), hook)
 
 
 def _kernel_row(row: KernelRow) -> dict[str, Any]:

@@ -77,18 +77,6 @@ def test_help_exits_with_0(argv: list[str], capsys: pytest.CaptureFixture[str]) 
     assert "anygauge" in capsys.readouterr().out
 
 
-def test_keys_are_listed_with_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--keys"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "  --run.name  (required)" in lines
-    assert '  --run.trackers  (default ["jsonl"])' in lines
-    assert '  --train.dtype  (default "none")' in lines
-    assert "      Peak learning rate." in lines
-    assert "      Nucleus sampling; 1 is off." in lines
-    assert '      "none" takes rollout.max_new_tokens.' in lines
-    assert not any("``" in line for line in lines)
-
-
 def test_an_error_has_its_code_and_no_traceback(
     doctor_does: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,7 +224,7 @@ def test_a_reader_that_leaves_is_no_error_message(unbuffered: str) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "anygauge", "train", "--keys"],
+        [sys.executable, "-m", "anygauge", "keys"],
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,

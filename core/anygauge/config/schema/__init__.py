@@ -68,7 +68,7 @@ class Config(Section):
     """A run, for any backend."""
 
     run: Run
-    model: Annotated[Model, BeforeValidator(path_alone)]
+    model: Annotated[Model, BeforeValidator(path_alone, json_schema_input_type=Model | str)]
     data: Data
     media: Media = Media()
     reward: Reward = Reward()

@@ -25,7 +25,9 @@ class DataFile(Section):
     all files takes each row equally often."""
 
 
-DataFiles = tuple[Annotated[DataFile, BeforeValidator(path_alone)], ...]
+DataFiles = tuple[
+    Annotated[DataFile, BeforeValidator(path_alone, json_schema_input_type=DataFile | str)], ...
+]
 
 
 class Data(Section):

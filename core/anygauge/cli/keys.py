@@ -1,0 +1,81 @@
+"""``anygauge keys``: what can be written in a config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from anygauge.config.keys import Key
+
+__all__ = ["HELP", "add_arguments", "print_keys", "run"]
+
+HELP = "List config keys with type, choices, default and meaning, or print a JSON schema."
+
+_INDENT = " " * 6
+_WIDTH = 100
+_TITLE = 'In tables of the file, or as --section.key value. Values are TOML; "none" stands for null.'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "words",
+        metavar="WORD",
+        nargs="*",
+        help="only keys that have all of these in their path, choices or meaning; `rollout.` lists a table",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each key")
+    parser.add_argument("--schema", action="store_true", help="print a JSON schema of config files")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the keys."""
+    from anygauge.config.keys import json_schema
+
+    if args.schema and (args.words or args.json):
+        args.parser.error("--schema is of all keys; leave out the words and --json")
+    if args.schema:
+        print(json.dumps(json_schema(), indent=2))
+        return 0
+    return print_keys(args.words, as_json=args.json)
+
+
+def print_keys(words: Sequence[str], *, as_json: bool = False) -> int:
+    """Print the keys that have all words; return 1 if there are none."""
+    from anygauge.config.keys import config_keys
+    from anygauge.plugins import load_plugins
+
+    found = [key for key in config_keys(load_plugins()) if _matches(key, words)]
+    if as_json:
+        print(*(json.dumps(asdict(key)) for key in found), sep="\n")
+    elif found:
+        print(_TITLE, *(line for key in found for line in _lines(key)), sep="\n")
+    else:
+        print(f"No key has {' and '.join(words)} in its path, choices or meaning.")
+    return 0 if found else 1
+
+
+def _matches(key: Key, words: Sequence[str]) -> bool:
+    text = " ".join((key.path, *key.choices, key.meaning)).lower()
+    return all(
+        key.path.startswith(word) if word.endswith(".") else word.lower().removeprefix("--") in text
+        for word in words
+    )
+
+
+def _lines(key: Key) -> Iterator[str]:
+    shown = "required" if key.default is None else f"default {key.default}"
+    yield f"  --{key.path}  ({key.kind}; {shown})"
+    yield from _wrapped(key.meaning)
+    if key.choices:
+        yield from _wrapped(f"Choices: {', '.join(key.choices)}.")
+    yield f"{_INDENT}{key.page}"
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    yield from textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
