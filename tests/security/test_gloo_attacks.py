@@ -92,6 +92,7 @@ class Start:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
+    process_groups._create_devices.cache_clear()  # of a process that has made no group, as PLACE is the first
     with ExitStack() as stack:
         yield Start(stack)
 

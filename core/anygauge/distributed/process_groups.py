@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed
@@ -13,6 +13,7 @@ from torch.distributed import HashStore, ProcessGroupGloo, Store  # type: ignore
 
 from anygauge.distributed.peer_verification import connection_errors, verify_peers
 from anygauge.distributed.reloadable import ReloadableGroups, register_reloadable
+from anygauge.failures import on_failure
 from anygauge.plugins import Plugins
 from anygauge_hooks.types import BackendSpec
 
@@ -157,7 +158,8 @@ def _serial_group(address: str | None, given: Any, group_options: Any) -> Any:
     options._threads = 1
     options._timeout = given.timeout
     rank, size = given.group_rank, given.group_size
-    with connection_errors():
+    # Without its port, the other ranks learn of a failure at once, and not at their deadline.
+    with connection_errors(), on_failure(_create_devices.cache_clear):
         group = gloo(given.store, rank, size, options)
         verify_peers(group, given.store, rank=rank, size=size, contexts=len(devices))
     return group
@@ -165,9 +167,19 @@ def _serial_group(address: str | None, given: Any, group_options: Any) -> Any:
 
 def _host_devices(gloo: Any, address: str | None) -> list[Any]:
     """Return torch's default devices, or those of an address: of an interface, torch takes the first."""
+    return _create_devices(gloo, address, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+
+
+@cache
+def _create_devices(gloo: Any, address: str | None, interfaces: str) -> list[Any]:
+    """Create gloo devices, once for all groups of this process.
+
+    A device has a port and a thread that wakes up a hundred times a second. Megatron makes some twenty groups,
+    and torch a device for each.
+    """
     if address is not None:
         return [gloo.create_device(hostname=address)]
-    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+    if interfaces:
         return [gloo.create_device(interface=name) for name in interfaces.split(",")]
     return [gloo.create_default_device()]
 

@@ -14,7 +14,9 @@ HOST = torch.device("cpu")
 
 @pytest.mark.parametrize("reloadable", [False, True])
 @pytest.mark.parametrize("address", [None, "127.0.0.1"])
-def test_a_group_of_the_host_does_one_collective_at_a_time(address: str | None, reloadable: bool) -> None:
+def test_groups_of_the_host_share_devices_and_do_one_collective_at_a_time(
+    address: str | None, reloadable: bool
+) -> None:
     """With two threads torch 2.13 breaks the heap: within seconds, where gathers are always under way."""
     plugins = load_plugins()
     init_process_group(
@@ -29,7 +31,9 @@ def test_a_group_of_the_host_does_one_collective_at_a_time(address: str | None, 
         reloadable=reloadable,
     )
     try:
-        for group in (dist.group.WORLD, dist.new_group([0])):
-            assert group._get_backend(HOST).options._threads == 1
+        groups = (dist.group.WORLD, dist.new_group([0]))
+        one, two = (group._get_backend(HOST).options for group in groups)
+        assert one._threads == two._threads == 1
+        assert one._devices[0] is two._devices[0]
     finally:
         destroy_process_group()
