@@ -151,13 +151,13 @@ RunSuite = Callable[..., Done]
 def run_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_script: StartScript) -> RunSuite:
     """Return a function that runs pytest in a process that has imported torch, where plugins may be found.
 
-    A user's is a cold one: the suite of an outside backend is run so (test_third_party).
+    So do its workers. A user's are cold: a soak runs the suite of an outside backend so (test_third_party).
     """
     monkeypatch.syspath_prepend(tmp_path)
 
     def run(*arguments: str) -> Done:
         process, output = start_script(
-            "pytest", *OPTIONS, "-W", IMPORTED, *arguments, directory=str(tmp_path)
+            "pytest", *OPTIONS, "-W", IMPORTED, *arguments, directory=str(tmp_path), has_own=True
         )
         return Done(process.wait(200), output.read_text())
 

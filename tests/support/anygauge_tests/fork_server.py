@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -176,7 +176,7 @@ class ForkServers:
         :param directory: That it starts in; ``None`` is that of this process.
         :param stdin: ``PIPE`` or ``DEVNULL``, as of :class:`subprocess.Popen`.
         :param new_session: Whether it leads a session of its own.
-        :param has_own: Whether it gets a warm process too, for those that it starts itself.
+        :param has_own: Whether it gets a warm process too, which the workers that it starts are forked from.
         """
         with self._lock, ExitStack() as stack:
             reading, writing = _standard_input(stdin)
@@ -390,7 +390,9 @@ def _become(request: _Request, given: Sequence[int]) -> NoReturn:
     sys.argv[:] = [request.module, *request.arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     use(*([ForkServers.forked()] if request.has_own else []))
-    _exit(_run(request.module))
+    with forked_workers(*_used) if _used else nullcontext():
+        code = _run(request.module)
+    _exit(code)
 
 
 def _renumber(descriptors: Sequence[int], numbers: Sequence[int]) -> None:

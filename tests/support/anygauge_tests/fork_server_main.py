@@ -1,4 +1,4 @@
-"""``python -m anygauge`` in a forked process, whose workers and probes are forked too."""
+"""``python -m anygauge`` in a forked process, whose probes are forked as its workers are."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ if __name__ == "__main__":
     processes = fork_server.running()
     assert processes is not None
     doctor = importlib.import_module("anygauge.cli.doctor")
-    with fork_server.forked_workers(processes), forked_probes(processes, doctor):
+    with forked_probes(processes, doctor):
         runpy.run_module("anygauge", run_name="__main__", alter_sys=True)
