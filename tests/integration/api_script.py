@@ -15,11 +15,16 @@ def say(*words: object) -> None:
     sys.stdout.flush()
 
 
+def children() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
 def on_step(step: int, metrics: Mapping[str, float]) -> None:
     if step == 2:
-        say("ready", len(psutil.Process().children(recursive=True)))
+        say("ready", len(children() - before))
 
 
+before = children()  # what the tests fork workers from
 try:
     train(
         sys.argv[1],
@@ -30,6 +35,6 @@ try:
         rollout={"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
     )
 except KeyboardInterrupt:
-    left = psutil.Process().children(recursive=True)
+    left = children() - before
     run = Run.load(f"{sys.argv[2]}/endless")
     say("interrupted", run.outcome, len(left), run.metrics_list[-1]["step"] >= 2)

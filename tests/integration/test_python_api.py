@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +20,7 @@ from anygauge import Run, evaluate, generate, train
 from anygauge.cli import main
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.errors import CheckpointError, ConfigError
+from anygauge_tests.fork_server import ForkServers
 from anygauge_tests.recipe import tiny_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,16 +179,20 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
         Run.load(tmp_path)
 
 
-def test_an_interrupt_ends_a_script_and_its_processes(model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), str(model), str(tmp_path / "runs")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as script:
-        assert script.stdout is not None
-        printed = []
-        for line in script.stdout:
+def test_an_interrupt_ends_a_script_and_its_processes(
+    model: Path, tmp_path: Path, fork_servers: ForkServers
+) -> None:
+    reading, writing = os.pipe()
+    arguments = [str(model), str(tmp_path / "runs")]
+    with open(writing, "wb"):
+        script = fork_servers.start(str(SCRIPT), arguments, output=writing, has_own=True)
+    printed = []
+    with open(reading) as lines:
+        for line in lines:
             printed.append(line)
             if line.startswith("ready"):
                 script.send_signal(signal.SIGINT)
-        assert script.wait(60) == 0, "".join(printed)
+    assert script.wait(60) == 0, "".join(printed)
     ready = next(line.split() for line in printed if line.startswith("ready"))
     assert int(ready[1]) > 0
     assert printed[-1] == "interrupted interrupted 0 True\n", "".join(printed)

@@ -36,6 +36,11 @@ KERNEL_LANGUAGES = {
     "anygauge.serving.sglang.processors.contents": "sglang",
 }
 """Languages that modules import and the development environment lacks, by prefix of the modules."""
+TOGETHER = {
+    "anygauge": ["anygauge_models", "anygauge", "anygauge_tests"],
+    **{name: [name] for name in ("anygauge_hooks", "anygauge_cpu", "anygauge_cuda", "anygauge_npu")},
+}
+"""Packages that a process imports. All of the first one's import Megatron, which takes most of the time."""
 HEAVY = ("torch", "megatron", "transformers", "ray", "numpy", "pandas")
 
 IMPORT_ALL = """
@@ -105,24 +110,31 @@ def run(code: str, *values: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_every_module_imports_without_a_warning_and_without_a_vendor_library(
-    root: Path, package: str, tmp_path: Path, run_with_torch: Callable[..., str]
+    root: Path, name: str, tmp_path: Path, run_with_torch: Callable[..., str]
 ) -> None:
     """The contract and the core, in cold processes, import torch themselves."""
-    folder = root / PACKAGES[package]
     absent = tuple(prefix for prefix, needed in KERNEL_LANGUAGES.items() if find_spec(needed) is None)
-    names = [name for name in modules(folder) if name.partition(".")[0] == package]
-    names = [name for name in names if not name.startswith(absent)]
-    assert package in names
+    names = [
+        module
+        for package in TOGETHER[name]
+        for module in modules(root / PACKAGES[package])
+        if module.partition(".")[0] == package and not module.startswith(absent)
+    ]
+    assert {*TOGETHER[name]} <= {*names}
     options = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    values = (package, names, options["filterwarnings"], VENDOR)
-    if package in ("anygauge", "anygauge_hooks"):
+    values = (name, names, options["filterwarnings"], VENDOR)
+    if name in ("anygauge", "anygauge_hooks"):
         run(IMPORT_ALL, *values)
         return
     script = tmp_path / "imports.py"
     script.write_text(IMPORT_ALL)
     run_with_torch(script, json.dumps(values))
+
+
+def test_every_package_is_imported() -> None:
+    assert sorted(PACKAGES) == sorted(package for packages in TOGETHER.values() for package in packages)
 
 
 def test_the_command_line_and_every_plugin_import_nothing_heavy() -> None:

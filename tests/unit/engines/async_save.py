@@ -1,21 +1,22 @@
 """Saves with Megatron's asynchronous checkpoints in a device scope. Run by test_scope, in its own process.
 
-Megatron forks the writer, which a process with the threads of a test session had better not do.
+Megatron forks the writer, which a process with the threads of a test session had better not do. It spawns
+another process, for results, which imports what this module imports outside of functions.
 """
 
 from __future__ import annotations
 
 import sys
 
-import torch
-import torch.distributed as dist
-
-from anygauge.engines.megatron.prepare import prepare_megatron
-from anygauge.engines.megatron.scope import make_scope
-from anygauge.plugins import load_plugins
-
 
 def main(directory: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from anygauge.engines.megatron.prepare import prepare_megatron
+    from anygauge.engines.megatron.scope import make_scope
+    from anygauge.plugins import load_plugins
+
     plugins = load_plugins(only=["cpu"])
     backend = plugins.get("register_backends", "cpu")
     prepare_megatron(plugins, backend)
