@@ -174,8 +174,8 @@ def _host_devices(gloo: Any, address: str | None) -> list[Any]:
 def _create_devices(gloo: Any, address: str | None, interfaces: str) -> list[Any]:
     """Create gloo devices, once for all groups of this process.
 
-    A device has a port and a thread that wakes up a hundred times a second. Megatron makes some twenty groups,
-    and torch a device for each.
+    A device has a port and a thread that wakes up a hundred times a second. Megatron makes some twenty
+    groups, and torch a device for each.
     """
     if address is not None:
         return [gloo.create_device(hostname=address)]

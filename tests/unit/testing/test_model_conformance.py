@@ -23,7 +23,7 @@ def family() -> str:
 
 @pytest.fixture
 def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_script: Callable[..., Any]) -> Suite:
-    """Return a function that runs it where families may be found, and returns its status and what it printed."""
+    """Return a function that runs it where families may be found: its status, and what it printed."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def suite(*arguments: str) -> tuple[int, str]:
