@@ -58,7 +58,8 @@ test: $(VENV)/.dev ## install the test tools and run the tests
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-fsdp: $(VENV)/.dev ## run tests of the Megatron engine on the FSDP engine
-	$(BIN)/python -m pytest -m "fsdp and not soak" tests/integration tests/unit $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "fsdp and not soak" \
+	  tests/integration tests/unit $(PYTEST_ARGS)
 
 test-parallel: $(VENV)/.dev ## compare parallel models with unsharded ones
 	$(BIN)/python -m pytest -m parallel tests/distributed $(PYTEST_ARGS)
