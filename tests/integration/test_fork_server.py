@@ -166,3 +166,14 @@ def test_several_threads_may_wait_for_one_process() -> None:
         with ThreadPoolExecutor(8) as threads:
             codes = [threads.submit(process.wait, 60) for _ in range(8)]
         assert {code.result() for code in codes} == {0}
+
+
+@pytest.mark.parametrize(("has_own", "starts"), [(False, "subprocess"), (True, "anygauge_tests.fork_server")])
+def test_the_workers_of_a_process_with_a_warm_one_are_forked(
+    start_script: StartScript, tmp_path: Path, has_own: bool, starts: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from anygauge.distributed.child_process import Popen; print(Popen.__module__)")
+    process, output = start_script(script, has_own=has_own)
+    assert process.wait(60) == 0
+    assert output.read_text() == f"{starts}\n"
