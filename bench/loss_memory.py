@@ -3,7 +3,7 @@
 Forward and backward, with the float32 main gradient that training has anyway. All rows of a table are of one
 run, of the same random inputs; on the host each has a process of its own.
 
-``fused``      the op ``linear_logprob`` of the backend
+``fused``      the op ``linear_logprob`` of the backend, which keeps logits in a tenth of the free memory
 ``kernel``     the backend's ``vocab_parallel_logprob`` on all logits
 ``plain``      torch's log softmax of all logits in float32, by autograd
 ``written``    all logits in float32, one autograd function written by hand, whose backward overwrites them
@@ -14,6 +14,7 @@ run, of the same random inputs; on the host each has a process of its own.
     python bench/loss_memory.py                        # 512, 2048 and 8192 tokens on the host, minutes
     python bench/loss_memory.py --entropy-grad --tokens 32768   # where a GPU is present
     python bench/loss_memory.py --clock cpu --threads 1   # on a host with other work: processor time
+    python bench/loss_memory.py --budget 0             # GiB of logits that fused keeps for backward
     python bench/loss_memory.py --tile 4096x4096       # another tile, in tokens x vocabulary rows
     python bench/loss_memory.py --ranks 1 2 --entropy-grad   # the vocabulary divided among processes
 """
@@ -166,11 +167,14 @@ def paths(args: argparse.Namespace, device: Any) -> dict[str, Any]:
     import torch.nn.functional as F
 
     from anygauge.kernels import linear_logprob
+    from anygauge.kernels.loss_budget import LossBudget
     from anygauge.kernels.table import resolve_kernels
     from anygauge.plugins import load_plugins
 
     plugins = load_plugins()
-    table = resolve_kernels(plugins, plugins.get("register_backends", device.type))
+    backend = plugins.get("register_backends", device.type)
+    budget = LossBudget(args.budget, plugins.make_device(backend, device.index or 0))
+    table = resolve_kernels(plugins, backend, budget)
     if args.tile:
         linear_logprob.HOST_TILE = linear_logprob.DEVICE_TILE = args.tile
 
@@ -289,14 +293,14 @@ def tiled_products(hidden: Tensor, weight: Tensor, main_grad: Tensor) -> None:
     from anygauge.kernels.main_grad import add_product
 
     targets = hidden.new_zeros(len(hidden), 1).long()
-    tiles = op._Tiles(hidden, op._VocabShard(weight, 0), targets, 1.0, in_place=True)
+    tiles = op._Tiles(hidden, op._VocabShard(weight, 0), targets, 1.0)
     for block in tiles.blocks:
-        for tile in block:
-            tiles.fill(tile)
-    total = hidden.new_empty(len(block[0].logits), hidden.shape[1], dtype=main_grad.dtype)
+        for number in block:
+            tile = tiles.fill(number)
+    total = hidden.new_empty(len(tile.logits), hidden.shape[1], dtype=main_grad.dtype)
     for block in tiles.blocks:
-        for index, tile in enumerate(block):
-            tiles.fill(tile)
+        for index, number in enumerate(block):
+            tile = tiles.fill(number)
             factor = tile.logits.view(hidden.dtype)[
                 :, : tile.logits.shape[1]
             ]  # every second is a rounded logit
@@ -395,6 +399,7 @@ def in_own_process(path: str, tokens: int, args: argparse.Namespace) -> dict[str
     for name in ("vocab", "hidden", "dtype", "threads", "runs", "clock"):
         command += [f"--{name}", str(getattr(args, name))]
     command += ["--entropy-grad"] * args.entropy_grad
+    command += [] if args.budget is None else ["--budget", str(args.budget)]
     command += ["--tile", "x".join(map(str, args.tile))] if args.tile else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
@@ -418,6 +423,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--tile", type=lambda text: tuple(int(size) for size in text.split("x")))
+    parser.add_argument("--budget", type=float, help="GiB; by default a tenth of the free memory")
     parser.add_argument("--entropy-grad", action="store_true")
     parser.add_argument("--paths", nargs="+", choices=PATHS)
     parser.add_argument("--ranks", type=int, nargs="+", help="processes that divide the vocabulary")

@@ -7,13 +7,30 @@ What is left is elementwise, which takes one pass in a kernel of its own and fiv
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Slopes", "Sums", "Tile", "TileMath"]
+__all__ = ["KeepsLogits", "Kept", "Slopes", "Sums", "Tile", "TileMath"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Logits of a tile for backward.
+
+    For hidden states of 16 bits they are differences ``z = (logit - peak) * scale`` in float16. Those are
+    precise for likely tokens: a probability has a relative error of at most ``2**-11 |z|``. The logit itself
+    in bfloat16 would give one of ``2**-9 |logit|``.
+    """
+
+    peaks: Tensor
+    """``[t, b]``, of the dtype of the tile's logits: the peak of each part of a row, which is none of its
+    logits' less and no more than the row's peak. Rows are contiguous."""
+    logits: Tensor
+    """``[t, v]`` with the strides of the tile's logits, or ``[t, 0]`` where they are computed again: float16
+    differences, or the logits as they are, in their own dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +44,16 @@ class Tile:
     targets: Tensor
     """``[t, N]``, int64, contiguous: ids in the whole vocabulary, of which some are in the tile."""
     logits: Tensor
-    """``[t, v]``, float32 at least; each row is contiguous."""
+    """``[t, v]``, float32 at least; each row is contiguous. ``[t, 0]`` for passes in place that derive from
+    what is kept."""
     spare: Tensor | None
     """Other memory of the same shape and dtype, or ``None`` for passes that work in place."""
     dtype: torch.dtype
     """Dtype of the hidden states."""
     scale: float
     """One over the temperature."""
+    kept: Kept | None = None
+    """For passes that are :class:`KeepsLogits`; ``None`` for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +104,16 @@ class TileMath(Protocol):
 
         :returns: ``[t, v]``, in the dtype of the hidden states, in memory of the tile; rows are contiguous.
         """
+
+
+@runtime_checkable
+class KeepsLogits(TileMath, Protocol):
+    """Passes that can keep logits from forward to backward, which then makes no product for them again.
+
+    ``summarise`` writes ``kept.peaks``, and ``kept.logits`` unless they are ``[t, 0]``. ``derive`` reads
+    ``kept.logits``, or rounds the differences of the tile's logits alike: the gradient has the same bits. So
+    have the sums, whatever is kept: compile one kernel for both. Differences below -1e4 may be that.
+    """
+
+    def peaks(self, width: int) -> int:
+        """Return into how many parts a row of a tile is divided, each with a peak."""

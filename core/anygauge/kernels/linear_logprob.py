@@ -1,14 +1,17 @@
 """Fused output layer, log-probability and entropy, one tile of the logits at a time.
 
-Forward keeps the logarithm of each token's normaliser; backward computes each tile of logits again, from the
-last one on, but for a few that are still there. A tile is some tokens by some rows of the weight. The more
-tokens it has, the fewer times the gradient of the weight is read and written, and the more rows, the fewer
-times that of the hidden states.
+Forward keeps the logarithm of each token's normaliser, and the logits of as many tiles as a memory budget
+holds. Backward goes from the last tile to the first, frees logits that were kept and computes the others
+again. Results and gradients have the same bits whatever the budget is.
+
+A tile is some tokens by some rows of the weight. The more tokens it has, the fewer times the gradient of the
+weight is read and written, and the more rows, the fewer times that of the hidden states.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anygauge.kernels.main_grad import add_product, handed_back
-from anygauge_hooks.tiles import Slopes, Sums, Tile, TileMath
+from anygauge_hooks.tiles import KeepsLogits, Kept, Slopes, Sums, Tile, TileMath
 
 __all__ = ["linear_logprob", "linear_topk"]
 
@@ -29,12 +32,6 @@ rows, and quarters of it, are whole rounds of 128 x 128 for 132 processors, and 
 
 HOST_SHARE, DEVICE_SHARE = 16, 8
 """The memory of a tile is at most this part of that of all logits, to stay small beside theirs ..."""
-
-KEPT_SHARE = 6
-"""Passes that work in place leave about so much of all logits for backward, one tile at least ..."""
-
-MOST_KEPT = 13 << 26
-"""... and about this many at most: 3.25 GiB."""
 
 SMALLEST_HOST_TILE = 1 << 20
 """... unless it has this many, whose memory is not worth saving."""
@@ -69,6 +66,7 @@ def linear_logprob(
     vocab_size: int | None = None,
     rest: bool = False,
     math: TileMath | None = None,
+    budget: Callable[[], int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropy of ``softmax(hidden @ weight.T / temperature)``.
 
@@ -76,6 +74,8 @@ def linear_logprob(
 
     :param weight: Where it has a ``main_grad``, the gradient is added to that.
     :param math: The passes over a tile; by default torch makes them.
+    :param budget: Returns the bytes in which logits may wait for backward; by default there are none. It is
+        asked by calls that record a gradient, and serves passes that are ``KeepsLogits``.
     """
     columns = targets if targets.dim() == 2 else targets.unsqueeze(1)
     result: tuple[Tensor, Tensor] = _LinearLogprob.apply(  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -88,7 +88,7 @@ def linear_logprob(
         entropy_grad,
         vocab_size,
         rest,
-        torch.is_grad_enabled(),  # which forward cannot ask: it is off in there
+        budget if torch.is_grad_enabled() else None,  # which forward cannot ask: it is off in there
     )
     return (result[0] if targets.dim() == 2 else result[0].squeeze(1)), result[1]
 
@@ -111,10 +111,10 @@ def linear_topk(
     """
     best = torch.full((len(hidden), count), -torch.inf, dtype=_wide(hidden.dtype), device=hidden.device)
     ids = torch.zeros_like(best, dtype=torch.int64)
-    tiles = _Tiles(hidden, _VocabShard.of(weight, group, vocab_size), ids, 1.0, in_place=True)
+    tiles = _Tiles(hidden, _VocabShard.of(weight, group, vocab_size), ids, 1.0)
     for block in tiles.blocks:
-        for tile in block:
-            tiles.fill(tile)
+        for number in block:
+            tile = tiles.fill(number)
             values, column = tile.logits.topk(min(count, tile.logits.shape[1]), dim=1)
             known = (best[tile.tokens], values), (ids[tile.tokens], column + tile.first)
             best[tile.tokens], ids[tile.tokens] = _merge(*known, count)
@@ -154,14 +154,27 @@ class _VocabShard:
         return cls(weight[:kept], start)
 
 
+@dataclass(slots=True)
+class _Memory:
+    """Memory of tiles: what forward leaves for backward."""
+
+    buffers: Tensor | None = None
+    """``[1, size]``, or ``[2, size]`` with spare memory."""
+    filled: int | None = None
+    """Number of the tile whose logits are in the buffer."""
+    peaks: Tensor | None = None
+    """``[T, b]``: of all tiles that are side by side."""
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    """Those that are kept, by number of their tile."""
+
+
 class _Tiles:
-    """The tiles of ``hidden @ weight.T``, in the same memory one after the other, but for the last ones.
+    """The tiles of ``hidden @ weight.T``, one after the other in the same memory, but for what is kept.
 
     :param targets: ``[T, N]``, int64, contiguous.
     :param scale: One over the temperature.
-    :param in_place: Whether none has spare memory.
-    :param keep: Whether the last ones are wanted later; if so and ``in_place``, each has memory of its own.
-    :param memory: Memory of earlier tiles of the same shapes, or ``None``.
+    :param math: The passes over a tile; ``None`` for one that works in place.
+    :param memory: Memory of an earlier pass over the same tiles.
     """
 
     def __init__(
@@ -170,52 +183,79 @@ class _Tiles:
         part: _VocabShard,
         targets: Tensor,
         scale: float,
-        *,
-        in_place: bool,
-        keep: bool = False,
-        memory: Tensor | None = None,
+        math: TileMath | None = None,
+        memory: _Memory | None = None,
     ) -> None:
         self.hidden, self.part, self.targets, self.scale = hidden, part, targets, scale
+        self._in_place = math is None or math.in_place
         shape = len(hidden), len(part.weight)
-        height, width = _tile_shape(*shape, hidden.device, in_place=in_place)
-        self._in_place, self._step = in_place, PITCH if in_place else 1
-        self._tokens, self._rows = _cut(shape[0], height), _cut(shape[1], width)
-        if memory is None:
-            size = height * _up(width, self._step)
-            places = min(self.count, _places(*shape, size)) if in_place and keep else 1 if in_place else 2
-            memory = torch.empty(max(1, places), size, dtype=_wide(hidden.dtype), device=hidden.device)
-        self.memory = memory
+        height, width = _tile_shape(*shape, hidden.device, in_place=self._in_place)
+        self._step = PITCH if self._in_place else 1
+        self.tokens, self._rows = _cut(shape[0], height), _cut(shape[1], width)
+        self._size = height * _up(width, self._step)
+        self._peaks = math.peaks(width) if isinstance(math, KeepsLogits) else 0
+        self.memory = _Memory() if memory is None else memory
+        if self._peaks and self.memory.peaks is None:
+            columns = self._peaks * len(self._rows)
+            self.memory.peaks = hidden.new_empty(shape[0], columns, dtype=_wide(hidden.dtype))
 
     @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self._tokens) * len(self._rows)
-
-    @property
-    def kept(self) -> int:
-        """How many of the last ones are in memory together."""
-        return min(self.count, len(self.memory)) if self._in_place else 0
-
-    @property
-    def blocks(self) -> list[list[Tile]]:
-        """All tiles, those of the same tokens together."""
+    def blocks(self) -> list[range]:
+        """The numbers of all tiles, those of the same tokens together."""
         width = len(self._rows)
-        return [
-            [self._tile(tokens, rows, block * width + number) for number, rows in enumerate(self._rows)]
-            for block, tokens in enumerate(self._tokens)
-        ]
+        return [range(block * width, (block + 1) * width) for block in range(len(self.tokens))]
 
-    def fill(self, tile: Tile) -> None:
-        """Compute its logits."""
-        weight = self.part.weight[tile.rows]
-        add_product(tile.logits, self.hidden[tile.tokens], weight.t(), beta=0)
+    def fill(self, number: int) -> Tile:
+        """Compute the logits of a tile."""
+        tile = self._tile(number, self.memory.logits.get(number))
+        add_product(tile.logits, self.hidden[tile.tokens], self.part.weight[tile.rows].t(), beta=0)
+        self.memory.filled = number
+        return tile
 
-    def _tile(self, tokens: slice, rows: slice, number: int) -> Tile:
-        shape = tokens.stop - tokens.start, rows.stop - rows.start
-        pitch = _up(shape[1], self._step)
-        place = max(0, number + self.kept - self.count)
-        memory = self.memory[place : place + 1] if self._in_place else self.memory
-        logits, *spare = (x[: shape[0] * pitch].view(-1, pitch)[:, : shape[1]] for x in memory)
+    def take(self, number: int) -> Tile:
+        """Return a tile for the last time: as it was kept, or with its logits."""
+        kept, filled = self.memory.logits.pop(number, None), self.memory.filled
+        if kept is None and (filled != number or not self._in_place):
+            tile = self.fill(number)
+        else:
+            tile = self._tile(number, kept, has_logits=kept is None or not self._in_place)
+        self.memory.filled = None
+        return tile
+
+    def keep(self, budget: int) -> None:
+        """Allocate memory in which the logits of the last tiles are kept, up to so many bytes."""
+        dtype = _kept_dtype(self.hidden.dtype)
+        for block in reversed(self.blocks if self._peaks else []):
+            for number in reversed(block):
+                height, width = self._shape(number)
+                pitch = _up(width, self._step)
+                budget -= height * pitch * dtype.itemsize
+                if budget < 0:
+                    return
+                self.memory.logits[number] = self.hidden.new_empty(height, pitch, dtype=dtype)[:, :width]
+
+    def release(self) -> None:
+        """Free the buffers, unless a backward pass can begin with the logits that are there."""
+        filled = self.memory.filled
+        if not self._in_place or filled is None or filled in self.memory.logits:
+            self.memory.buffers = self.memory.filled = None
+
+    def _parts(self, number: int) -> tuple[slice, slice]:
+        block, column = divmod(number, len(self._rows))
+        return self.tokens[block], self._rows[column]
+
+    def _shape(self, number: int) -> tuple[int, int]:
+        tokens, rows = self._parts(number)
+        return tokens.stop - tokens.start, rows.stop - rows.start
+
+    def _tile(self, number: int, kept: Tensor | None, *, has_logits: bool = True) -> Tile:
+        tokens, rows = self._parts(number)
+        height, width = self._shape(number)
+        pitch = _up(width, self._step)
+        if has_logits:
+            logits, *spare = (x[: height * pitch].view(-1, pitch)[:, :width] for x in self._buffers())
+        else:
+            logits, spare = self.hidden.new_empty(height, 0, dtype=_wide(self.hidden.dtype)), []
         return Tile(
             tokens,
             rows,
@@ -225,7 +265,23 @@ class _Tiles:
             spare[0] if spare else None,
             self.hidden.dtype,
             self.scale,
+            self._kept(number, kept),
         )
+
+    def _kept(self, number: int, logits: Tensor | None) -> Kept | None:
+        if self.memory.peaks is None:
+            return None
+        tokens, _ = self._parts(number)
+        first = number % len(self._rows) * self._peaks
+        if logits is None:
+            logits = self.hidden.new_empty(self._shape(number)[0], 0, dtype=_kept_dtype(self.hidden.dtype))
+        return Kept(self.memory.peaks[tokens, first : first + self._peaks], logits)
+
+    def _buffers(self) -> Tensor:
+        if self.memory.buffers is None:
+            count, dtype = 1 if self._in_place else 2, _wide(self.hidden.dtype)
+            self.memory.buffers = self.hidden.new_empty(count, self._size, dtype=dtype)
+        return self.memory.buffers
 
 
 def _tile_shape(tokens: int, rows: int, device: torch.device, *, in_place: bool) -> tuple[int, int]:
@@ -241,11 +297,6 @@ def _tile_shape(tokens: int, rows: int, device: torch.device, *, in_place: bool)
     return height, max(1, min(rows, width - width % step if width > step else width))
 
 
-def _places(tokens: int, rows: int, size: int) -> int:
-    """Return how many tiles of this size are kept of all logits."""
-    return max(1, round(min(tokens * rows / KEPT_SHARE, MOST_KEPT) / size))
-
-
 def _cut(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
@@ -259,15 +310,23 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _kept_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of kept logits; derivatives of 16 bits would not show a wider one."""
+    return torch.float16 if dtype.itemsize == 2 else _wide(dtype)
+
+
 # -------------------------------------------------------------------------
 # Forward
 # -------------------------------------------------------------------------
 
 
 class _Eager:
-    """Tile math with plain torch operators."""
+    """Tile math with plain torch operators. A row of a tile has one peak."""
 
     in_place = False
+
+    def peaks(self, width: int) -> int:
+        return 1
 
     def summarise(self, tile: Tile, sums: Sums) -> None:
         column, present = _columns(tile)
@@ -275,6 +334,8 @@ class _Eager:
         peak = tile.logits.amax(1)
         joint = torch.maximum(sums.peak, peak)
         _move(sums, joint, tile.scale)
+        if tile.kept is not None:
+            self._keep(tile, tile.kept, peak)
         shifted = self._shift(tile, peak)
         weights = torch.exp(shifted, out=tile.spare)
         total, mean = weights.sum(1), shifted.mul_(weights).sum(1)
@@ -284,7 +345,7 @@ class _Eager:
         sums.mean.add_(weight * (mean + shift * total))
 
     def derive(self, tile: Tile, slopes: Slopes) -> Tensor:
-        log_softmax = self._shift(tile, slopes.base)
+        log_softmax = self._log_softmax(tile, slopes.base)
         assert tile.spare is not None
         softmax = torch.exp(log_softmax, out=tile.spare)
         total = slopes.total[:, None]
@@ -297,6 +358,28 @@ class _Eager:
                 factor = _narrowed(tile.spare, tile.dtype).copy_(factor)
         _put(factor, *_columns(tile), slopes.chosen)
         return factor
+
+    def _keep(self, tile: Tile, kept: Kept, peak: Tensor) -> None:
+        kept.peaks.copy_(peak[:, None])
+        if not kept.logits.shape[1]:
+            return
+        if kept.logits.dtype == tile.logits.dtype:
+            kept.logits.copy_(tile.logits)
+        else:
+            kept.logits.copy_(torch.sub(tile.logits, peak[:, None], out=tile.spare).mul_(tile.scale))
+
+    def _log_softmax(self, tile: Tile, base: Tensor) -> Tensor:
+        kept = tile.kept
+        is_kept = kept is not None and kept.logits.shape[1] > 0
+        if kept is not None and is_kept:
+            tile.logits.copy_(kept.logits)
+        if kept is None or kept.logits.dtype == tile.logits.dtype:
+            return self._shift(tile, base)
+        if not is_kept:
+            tile.logits.copy_(self._shift(tile, kept.peaks[:, 0]).to(kept.logits.dtype))
+        # bounded, because float16 ends at -65504, and 0 times infinity is no number
+        differences = tile.logits.clamp_(min=LEAST_EXPONENT)
+        return differences.add_((kept.peaks - base[:, None]) * tile.scale)
 
     def _shift(self, tile: Tile, base: Tensor) -> Tensor:
         shifted = tile.logits.sub_(base[:, None])
@@ -403,17 +486,18 @@ class _LinearLogprob(torch.autograd.Function):
         entropy_grad: bool,
         vocab_size: int | None,
         rest: bool,
-        is_recorded: bool,
+        budget: Callable[[], int] | None,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities ``[T, N]``, or ``[T, N + 1]`` with the rest, and entropies ``[T]``."""
         statistics = _Statistics.start(hidden, targets.shape[1], 1 / temperature)
         others = _Statistics.start(hidden, 0, 1 / temperature) if rest else None
         part = _VocabShard.of(weight, group, vocab_size)
-        keep = is_recorded and any(ctx.needs_input_grad)
-        tiles = _Tiles(hidden, part, targets, 1 / temperature, in_place=math.in_place, keep=keep)
+        tiles = _Tiles(hidden, part, targets, 1 / temperature, math)
+        if budget is not None and any(ctx.needs_input_grad):
+            tiles.keep(budget())
         for block in tiles.blocks:
-            for tile in block:
-                tiles.fill(tile)
+            for number in block:
+                tile = tiles.fill(number)
                 without = _without_targets(tile) if rest else None
                 math.summarise(tile, statistics.sums(tile.tokens))
                 if others is not None and without is not None:
@@ -425,7 +509,8 @@ class _LinearLogprob(torch.autograd.Function):
             logprobs = torch.cat((logprobs, others.log_fraction(statistics)[:, None]), 1)
         ctx.save_for_backward(hidden, weight, targets, statistics.base(), entropy, logprobs)
         ctx.math, ctx.entropy_grad = math, entropy_grad
-        ctx.kept = tiles.memory if math.in_place and keep else None
+        tiles.release()
+        ctx.memory = tiles.memory
         ctx.scale, ctx.group, ctx.vocab_size = statistics.scale, group, vocab_size
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -491,38 +576,36 @@ def _by_target(grad: Tensor, targets: Tensor) -> Tensor:
 
 def _without_targets(tile: Tile) -> Tile:
     """Return a copy of a tile in which the targets have no probability."""
-    logits = tile.logits.clone()
+    logits, kept = tile.logits.clone(), tile.kept
     _put(logits, *_columns(tile), torch.full_like(tile.targets, NOTHING, dtype=logits.dtype))
-    return replace(tile, logits=logits, targets=tile.targets[:, :0])
+    if kept is not None:  # the tile's own stays
+        kept = Kept(torch.empty_like(kept.peaks), kept.logits[:, :0])
+    return replace(tile, logits=logits, targets=tile.targets[:, :0], kept=kept)
 
 
 def _backward(ctx: Any, grads: tuple[Tensor, ...], grad_hidden: Tensor, grad_weight: Tensor | None) -> None:
     """Write the gradient of the hidden states, and add to that of the weight."""
     hidden, weight, targets = ctx.saved_tensors[:3]
     part = _VocabShard.of(weight, ctx.group, ctx.vocab_size)
-    memory, ctx.kept = ctx.kept, None  # is overwritten
-    tiles = _Tiles(hidden, part, targets, ctx.scale, in_place=ctx.math.in_place, memory=memory)
-    missing = tiles.count - (0 if memory is None else tiles.kept)
-    slopes, left = _slopes(ctx, grads), tiles.count
-    for block in reversed(tiles.blocks):
-        total = _accumulator(grad_hidden, block)
-        for index, tile in enumerate(reversed(block)):
-            left -= 1
-            if left < missing:
-                tiles.fill(tile)
-            factor = ctx.math.derive(tile, _of(slopes, tile.tokens))
+    tiles = _Tiles(hidden, part, targets, ctx.scale, ctx.math, ctx.memory)
+    slopes = _slopes(ctx, grads)
+    for tokens, block in zip(reversed(tiles.tokens), reversed(tiles.blocks), strict=True):
+        total = _accumulator(grad_hidden[tokens])
+        for index, number in enumerate(reversed(block)):
+            tile = tiles.take(number)
+            factor = ctx.math.derive(tile, _of(slopes, tokens))
             add_product(total, factor, part.weight[tile.rows], beta=int(index > 0))
             if grad_weight is not None:
-                add_product(grad_weight[tile.rows], factor.t(), hidden[tile.tokens])
+                add_product(grad_weight[tile.rows], factor.t(), hidden[tokens])
         if block and total.dtype != grad_hidden.dtype:
-            grad_hidden[block[0].tokens] = total
+            grad_hidden[tokens] = total
+    tiles.release()
 
 
-def _accumulator(grad_hidden: Tensor, block: list[Tile]) -> Tensor:
+def _accumulator(grad: Tensor) -> Tensor:
     """Return where the gradient of some tokens is added up: in place, where that is not to round it."""
-    part = grad_hidden[block[0].tokens if block else slice(0, 0)]
-    wide = _wide(part.dtype)
-    return part if part.dtype == wide else torch.empty_like(part, dtype=wide)
+    wide = _wide(grad.dtype)
+    return grad if grad.dtype == wide else torch.empty_like(grad, dtype=wide)
 
 
 def _weight_gradient(weight: Tensor) -> Tensor:

@@ -162,16 +162,22 @@ class KernelTable:
         return rows
 
 
-def resolve_kernels(plugins: LoadedPlugins, backend: BackendSpec) -> KernelTable:
+def resolve_kernels(
+    plugins: LoadedPlugins, backend: BackendSpec, loss_budget: Callable[[], int] | None = None
+) -> KernelTable:
     """Collect and check the kernels that plugins register for a backend.
 
+    :param loss_budget: Returns the bytes in which ``linear_logprob`` may keep logits for backward, where it
+        is made of tiles. ``None`` keeps none.
     :raises PluginError: A kernel names an unknown op, or has not the signature of its op.
     :raises DuplicateNameError: Two kernels of one op and priority accept the same facts.
     """
     answers = plugins.answers("register_kernels", backend=backend)
     declared = [_Owned(owner, kernel) for owner, kernel in answers]
-    owned_kernels = [replace(o, kernel=_whole(o.kernel)) for o in declared if not _missing(o.kernel)]
-    owned_kernels += [_Owned(_CORE, kernel) for kernel in core_kernels()]
+    owned_kernels = [
+        replace(o, kernel=_whole(o.kernel, loss_budget)) for o in declared if not _missing(o.kernel)
+    ]
+    owned_kernels += [_Owned(_CORE, kernel) for kernel in core_kernels(loss_budget)]
     for owned in owned_kernels:
         _check_kernel(owned)
     by_op = {op: [owned for owned in owned_kernels if owned.kernel.op == op] for op in KERNEL_OPS}
@@ -194,7 +200,7 @@ def reference_kernel(op: KernelOp, dtypes: Sequence[str] = REFERENCE_DTYPES) -> 
     return KernelImpl(op=op, fn=fn, source=f"{fn.__module__}.{op}", dtypes=dtypes)
 
 
-def core_kernels() -> list[KernelImpl]:
+def core_kernels(loss_budget: Callable[[], int] | None = None) -> list[KernelImpl]:
     """Return the core's own kernels: log-probs by tiles, and ops composed of other ops."""
     from anygauge.kernels.linear_logprob import linear_logprob
     from anygauge.kernels.reference import add_rms_norm, qk_norm_rotary
@@ -202,8 +208,9 @@ def core_kernels() -> list[KernelImpl]:
     def core(op: KernelOp, fn: Callable[..., Any], source: str) -> KernelImpl:
         return KernelImpl(op=op, fn=fn, source=source, dtypes=REFERENCE_DTYPES, priority=_LAST)
 
+    tiled = linear_logprob if loss_budget is None else partial(linear_logprob, budget=loss_budget)
     return [
-        core("linear_logprob", linear_logprob, f"{linear_logprob.__module__}.linear_logprob"),
+        core("linear_logprob", tiled, f"{linear_logprob.__module__}.linear_logprob"),
         core("add_rms_norm", add_rms_norm, "an addition and rms_norm"),
         core("qk_norm_rotary", qk_norm_rotary, "rms_norm and rotary_embedding"),
     ]
@@ -220,7 +227,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _whole(kernel: KernelImpl) -> KernelImpl:
+def _whole(kernel: KernelImpl, loss_budget: Callable[[], int] | None) -> KernelImpl:
     """Return a kernel with the signature of its op, where a plugin brings only the passes over a tile."""
     if not kernel.tiles:
         return kernel
@@ -231,7 +238,7 @@ def _whole(kernel: KernelImpl) -> KernelImpl:
             f"Kernel {kernel.source!r} of {kernel.op} is said to be made of tiles.",
             hint="Only linear_logprob is.",
         )
-    return replace(kernel, fn=partial(linear_logprob, math=kernel.fn()), tiles=False)
+    return replace(kernel, fn=partial(linear_logprob, math=kernel.fn(), budget=loss_budget), tiles=False)
 
 
 def _accepts(kernel: KernelImpl, dtype: str, facts: Mapping[str, Any]) -> bool:

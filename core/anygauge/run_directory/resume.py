@@ -30,6 +30,7 @@ HARMLESS = (
     *("data.cache", "debug", "health", "placement.launcher", "train.replica_check_every"),
     *("placement.start_timeout_s", "reward.num_workers", "reward.concurrency", "reward.timeout_s"),
     *("reward.memory_gib", "reward.max_failed_ratio", "rollout.client", "weight_sync", "train.lora.export"),
+    "train.loss_memory_gib",
     *("rollout.gateway.host", "rollout.gateway.max_requests", "rollout.gateway.timeout_s"),
 )
 """Sections and keys that change nothing of what a step computes, unless :func:`_effect` says so."""

@@ -133,6 +133,10 @@ class Train(Section):
     """Options passed to the provider."""
     fused_loss: bool = True
     """Compute log-probs a tile of the logits at a time; ``false`` keeps those of a whole micro-batch."""
+    loss_memory_gib: Annotated[float, Field(ge=0)] | None = None
+    """GiB of logits that ``fused_loss`` keeps for the backward pass of a micro-batch; it computes the others
+    twice. ``None`` takes a tenth of the device memory that is free when the first training pass reaches the
+    loss."""
     lora: Lora = Lora()
     """Adapters that are trained in the place of all weights."""
     parallel: Parallel = Parallel()

@@ -36,6 +36,7 @@ from anygauge.engines.memory_offload import DeviceMemory
 from anygauge.engines.responses import compared, loss_inputs, unpack
 from anygauge.engines.roles import ACTOR
 from anygauge.engines.schedule import decay_steps, learning_rate
+from anygauge.kernels.loss_budget import LossBudget
 from anygauge.kernels.table import resolve_kernels
 from anygauge_hooks.batch import TopKLogProbs, TrainBatch
 from anygauge_hooks.engines import LossFunction, WorkerContext
@@ -67,7 +68,8 @@ class FsdpEngine(BaseEngine):
         hf = read_config(config.model.path)
         self.hf = as_language_model(hf) if self.is_critic else hf
         self.spec = family(context.plugins, self.hf, config.train.engine)
-        kernels = resolve_kernels(context.plugins, context.backend)
+        budget = LossBudget(config.train.loss_memory_gib, context.device)
+        kernels = resolve_kernels(context.plugins, context.backend, budget)
         self.root = build_model(
             config,
             context,

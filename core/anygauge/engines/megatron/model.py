@@ -45,6 +45,7 @@ from anygauge.engines.megatron.weights.mapping import (
     unused_prefixes,
 )
 from anygauge.engines.megatron.weights.sharding import ShardPosition, padded_vocab
+from anygauge.kernels.loss_budget import LossBudget
 from anygauge.kernels.table import KernelTable, resolve_kernels
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.kernels import PrefersKernels
@@ -208,7 +209,7 @@ def build_policy(
     if model.build is None and not any(kind.build for kind in model.layers(hf)):
         _check_known(spec.name, architecture)
     options = megatron_options(config, architecture)
-    kernels = resolve_kernels(plugins, backend)
+    kernels = resolve_kernels(plugins, backend, LossBudget(config.train.loss_memory_gib, device))
     provided = plugins.first("get_spec_provider", backend=backend, kernels=kernels, config=config)
     if isinstance(provided, PrefersKernels):
         kernels = kernels.preferring(config.train.provider or backend.name, provided.preferred_kernels())
