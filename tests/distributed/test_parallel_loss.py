@@ -36,19 +36,25 @@ def op(config: Any, context: Any, case: dict[str, Any]) -> dict[str, Any]:
     weight = whole[rows * context.rank :][:rows].to(dtype).requires_grad_()
     targets = torch.randint(VOCAB, (TOKENS, 3), generator=generator)
     options: dict[str, Any] = {"entropy_grad": case["entropy_grad"], "vocab_size": VOCAB}
-    logprobs, entropy = linear_logprob(hidden, weight, targets, 0.7, group, rest=True, **options)
-    loss = (logprobs * torch.arange(TOKENS)[:, None]).sum() + (
-        entropy.square().sum() if case["entropy_grad"] else 0.0
-    )
-    grads = torch.autograd.grad(loss, (hidden, weight))
+
+    def run(budget: int) -> list[Tensor]:
+        logprobs, entropy = linear_logprob(
+            hidden, weight, targets, 0.7, group, rest=True, budget=lambda: budget, **options
+        )
+        loss = (logprobs * torch.arange(TOKENS)[:, None]).sum()
+        loss = loss + (entropy.square().sum() if case["entropy_grad"] else 0.0)
+        return [logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+    logprobs, entropy, *grads = kept = run(1 << 20)
     one = linear_logprob(hidden, weight, targets[:, 0], 0.7, group, **options)[0]
     none = linear_logprob(hidden[:0], weight, targets[:0], 0.7, group, **options)
     none[0].sum().backward()
     plain = reference.linear_logprob(hidden, weight, targets, 0.7, group, rest=True, **options)[0]
     plain_grads = torch.autograd.grad((plain * torch.arange(TOKENS)[:, None]).sum(), (hidden, weight))
     return {
-        "logprobs": logprobs.detach(),
-        "entropy": entropy.detach(),
+        "logprobs": logprobs,
+        "entropy": entropy,
+        "as_kept": all(map(torch.equal, kept, run(0))),
         "hidden": grads[0],
         "weight": grads[1],
         "one": one.detach(),
@@ -122,6 +128,7 @@ def test_a_divided_vocabulary_changes_nothing(
         assert_close(result["plain"], result["logprobs"].to(result["plain"]), tolerance, "all logits")
         assert dtype == "bfloat16" or torch.equal(result["ids"], alone["ids"])
         assert not result["none"].any()
+        assert result["as_kept"]
     assert_close(torch.cat([result["weight"] for result in ranks]), alone["weight"], tolerance, "weight")
     assert not ranks[1]["weight"][VOCAB - PADDED // 2 :].any()
 

@@ -214,8 +214,8 @@ class _Tiles:
 
     def take(self, number: int) -> Tile:
         """Return a tile for the last time: as it was kept, or with its logits."""
-        kept, filled = self.memory.logits.pop(number, None), self.memory.filled
-        if kept is None and (filled != number or not self._in_place):
+        kept = self.memory.logits.pop(number, None)
+        if kept is None and self.memory.filled != number:
             tile = self.fill(number)
         else:
             tile = self._tile(number, kept, has_logits=kept is None or not self._in_place)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -20,6 +21,7 @@ from anygauge.config import Config
 from anygauge.engines.fsdp.attention import ATTENTION
 from anygauge.engines.fsdp.weights import whole
 from anygauge.engines.norms import TableRmsNorm
+from anygauge.kernels import linear_logprob
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge_hooks.engines import LossInputs, WorkerContext
@@ -345,6 +347,27 @@ def test_options_change_no_result(make_engine: MakeEngine, qwen3: Path, options:
     plain, other = make_engine(qwen3), make_engine(qwen3, **options)
     for _ in range(2):
         assert take_step(other) == pytest.approx(take_step(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize(("train", "most"), [({}, None), ({"loss_memory_gib": 2.0**-20}, 2**10)])
+def test_the_loss_keeps_logits_within_its_budget(
+    make_engine: MakeEngine,
+    qwen3: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    train: dict[str, float],
+    most: int | None,
+) -> None:
+    budgets: list[int] = []
+    monkeypatch.setattr(linear_logprob._Tiles, "keep", lambda tiles, budget: budgets.append(budget))
+    trainer = make_engine(qwen3, engine=engine, **train)
+    log_probs(trainer)
+    assert not budgets, "no gradient is recorded"
+    take_step(trainer)
+    assert len(budgets) > 1, "each micro-batch asks"
+    (budget,) = set(budgets)
+    assert budget == most or (most is None and 2**20 < budget < psutil.virtual_memory().total // 10)
 
 
 def test_top_k_log_probs_are_those_of_the_megatron_engine(make_engine: MakeEngine, qwen3: Path) -> None:

@@ -249,6 +249,12 @@ class Keeping(InPlace):
     def peaks(self, width: int) -> int:
         return 1
 
+    def summarise(self, tile: Tile, sums: Sums) -> None:
+        assert tile.kept is not None
+        kept = tile.kept.logits
+        assert not kept.shape[1] or kept.stride() == tile.logits.stride(), "a kernel has one stride for both"
+        super().summarise(tile, sums)
+
 
 TILES = 24
 """Tiles of 5 tokens by 7 rows, of 13 tokens and 50 rows: the last ones of each are smaller."""
@@ -315,8 +321,20 @@ def test_kept_logits_are_freed_one_by_one(filled: list[int]) -> None:
     hidden, weight, targets = make_inputs(vocab=50)
     options: dict[str, Any] = {"entropy_grad": True, "math": Watching(), "budget": lambda: 1 << 30}
     found = linear_logprob(hidden, weight, targets, TEMPERATURE, None, **options)
+    context: Any = found[1].grad_fn
+    assert context.memory.buffers is None, "the memory of a tile is not wanted"
     (found[0].sum() + found[1].sum()).backward()
     assert alive == [1] * TILES
+    assert context.memory.buffers is None
+
+
+def test_the_memory_of_a_tile_is_freed_after_backward() -> None:
+    hidden, weight, targets = make_inputs()
+    found = linear_logprob(hidden, weight, targets, TEMPERATURE, None, entropy_grad=True, math=InPlace())
+    context: Any = found[1].grad_fn
+    assert context.memory.buffers is not None, "backward begins with the last logits"
+    found[0].sum().backward()
+    assert context.memory.buffers is None
 
 
 @pytest.mark.parametrize(
@@ -337,12 +355,12 @@ def test_likely_tokens_are_kept_precisely() -> None:
     hidden = torch.ones(1, 1, dtype=torch.bfloat16)
     logits = 30 + torch.tensor([-1e5, -40.0, -9.0, -1.03, 0.0, -0.01, -0.3, -2.2])
     parts = slice(0, 1), slice(0, 8)
-    kept = Kept(torch.empty(1, 1), torch.empty(1, 8, dtype=torch.float16))
+    kept = Kept(torch.empty(1, 1), torch.empty(1, 8, dtype=module._kept_dtype(hidden.dtype)))
     elsewhere, memory = torch.tensor([[8]]), torch.empty(1, 8)
     tile = Tile(*parts, 0, elsewhere, logits[None].clone(), memory, hidden.dtype, 1, kept)
     statistics = module._Statistics.start(hidden, 1, 1)
     module._EAGER.summarise(tile, statistics.sums(parts[0]))
-    slopes = Slopes(statistics.base(), statistics.entropy(), torch.ones(1), None, torch.empty(1, 1))
+    slopes = Slopes(statistics.base(), statistics.entropy(), torch.ones(1), torch.zeros(1), torch.empty(1, 1))
     tile.logits.fill_(torch.nan)
     probabilities = -module._EAGER.derive(tile, slopes)[0].double()
     expected = logits.double().softmax(0)

@@ -58,9 +58,9 @@ def plugins() -> Plugins:
     return load_plugins(only=[])
 
 
-def table(plugins: Plugins, *kernels: KernelImpl) -> KernelTable:
+def table(plugins: Plugins, *kernels: KernelImpl, **options: Any) -> KernelTable:
     plugins.register(plugin(*kernels), name="toy")
-    return resolve_kernels(plugins, BACKEND)
+    return resolve_kernels(plugins, BACKEND, **options)
 
 
 def test_without_a_plugin_every_op_is_the_reference_but_three(plugins: Plugins) -> None:
@@ -260,13 +260,16 @@ def test_passes_over_a_tile_become_a_whole_kernel(plugins: Plugins) -> None:
             seen.append(tile)
             super().summarise(tile, sums)
 
-    made = table(plugins, KernelImpl(op="linear_logprob", fn=Counting, source="toy", tiles=True))
-    hidden, weight = torch.randn(5, 4), torch.randn(7, 4)
+    budgets: list[int] = []
+    passes = KernelImpl(op="linear_logprob", fn=Counting, source="toy", tiles=True)
+    made = table(plugins, passes, loss_budget=lambda: budgets.append(1) or 0)
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)
     targets = torch.tensor([0, 6, 3, 1, 2])
     given = (hidden, weight, targets, 1.3, None)
     found = made.resolve("linear_logprob", dtype="float32")(*given, entropy_grad=False)
     torch.testing.assert_close(found, reference.linear_logprob(*given, entropy_grad=False))
     assert seen
+    assert budgets
 
 
 def test_no_other_op_is_made_of_tiles(plugins: Plugins) -> None:
