@@ -302,7 +302,7 @@ class VocabParallelLogprob(Protocol):
 
 
 class LinearLogprob(Protocol):
-    """The output layer, log-probability and entropy in one, without logits of all tokens at any time."""
+    """The output layer, log-probability and entropy in one, which needs no logits of all tokens at once."""
 
     def __call__(
         self,

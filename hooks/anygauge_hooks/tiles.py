@@ -26,8 +26,8 @@ class Kept:
     """
 
     peaks: Tensor
-    """``[t, b]``, of the dtype of the tile's logits: the peak of each part of a row, which is none of its
-    logits' less and no more than the row's peak. Rows are contiguous."""
+    """``[t, b]``, of the dtype of the tile's logits: the peak of each part of a row, at least the largest
+    logit of the part and at most that of the row. Rows are contiguous."""
     logits: Tensor
     """``[t, v]`` with the strides of the tile's logits, or ``[t, 0]`` where they are computed again: float16
     differences, or the logits as they are, in their own dtype."""
