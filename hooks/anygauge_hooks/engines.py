@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CriticEngine",
     "HasDecoderLayers",
+    "HasSenders",
     "LossFunction",
     "LossInputs",
     "RolloutEngine",
@@ -163,6 +164,18 @@ class SupportsOffload(Protocol):
         again: a step after ``"nothing"`` and ``"everything"`` is bit for bit the step without. With
         ``"weights"`` a train engine yields :meth:`TrainEngine.weights`, and anything else is an error that
         says so; with ``"nothing"`` everything is. A collective.
+        """
+
+
+@runtime_checkable
+class HasSenders(Protocol):
+    """A train engine with several ranks that each send weights they hold, so that no rank gathers all."""
+
+    def weights_by_sender(self) -> Mapping[int, Iterator[tuple[str, Tensor]]]:
+        """Return the weights of :meth:`TrainEngine.weights` by the rank that sends them. A collective.
+
+        Each tensor is in one of the iterators. Every rank iterates each to its end, in order: the rank that
+        sends it gets whole tensors, and the others get nothing but give their shards.
         """
 
 

@@ -60,7 +60,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class BroadcastGroup(NamedTuple):
-    """A process group in which training rank 0, its first rank, broadcasts weights to servers."""
+    """A process group in which a training rank, its first rank, broadcasts weights to servers."""
 
     name: str
     host: str
@@ -267,7 +267,8 @@ class WeightTransportSpec:
 
     name: str
     make: Callable[[RunConfig, WorkerContext], WeightTransport]
-    """Called in training rank 0 with the config and the worker's context."""
+    """Called in each rank that sends, with the config and the worker's context. Only training rank 0 sends,
+    unless :attr:`several_senders` is set."""
     same_host: bool = False
     """Whether servers must be on the host of training rank 0."""
     buffer_device: Callable[[WorkerContext], str] | None = None
@@ -278,5 +279,8 @@ class WeightTransportSpec:
     """Whether servers may be on accelerators that the trainers do not see."""
     shares_buffers: bool = False
     """Whether buckets in host memory are to be in memory that other processes can map."""
+    several_senders: bool = False
+    """Whether several ranks may each send a part of an update, one after another, each by a transport of its
+    own that does not stage. ``False``: training rank 0 gathers and sends all."""
     needs_receiver: bool = False
     """Whether it sends to a receiver beside each server, which is there for servers of the run alone."""

@@ -29,12 +29,13 @@ from anygauge.run_directory.dumps import RecordedLoss, model_facts, write_batch
 from anygauge.serving.rollout_workers import GeneratingWorker, LocalPeer, make_engine, preload_engine
 from anygauge.trainer.estimate import estimate
 from anygauge.trainer.teacher import TEACHER, Teacher, make_teacher, maker
-from anygauge.weight_sync.pusher import WeightPusher, make_pusher
+from anygauge.weight_sync.pusher import WeightPusher, make_pusher, takes_several_senders
 from anygauge.weight_sync.report import SyncReport
 from anygauge_hooks.algorithms import Correction
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.engines import (
     CriticEngine,
+    HasSenders,
     LossFunction,
     LossInputs,
     SupportsOffload,
@@ -285,14 +286,26 @@ class ActorWorker(GeneratingWorker):
         if self._engine is not None:
             own = [LocalPeer(address=f"the engine of rank {self._context.rank}", engine=self._engine)]
         with self._timed("weight_sync"):
+            if isinstance(self.trainer, HasSenders) and self._may_all_send(peers, senders):
+                parts = self.trainer.weights_by_sender()
+                return self._pusher_to(peers).push_jointly(parts, version, peers, rank=self._context.rank)
             weights = self.trainer.weights()
             if not own:
                 for _ in weights:  # gathering them is a collective
                     pass
                 return None
-            if self._pusher is None:
-                self._pusher = make_pusher(self.config, self._context, own)
-            return self._pusher.push(weights, version, own)
+            return self._pusher_to(own).push(weights, version, own)
+
+    def _may_all_send(self, peers: Sequence[WeightPeer], senders: Sequence[int]) -> bool:
+        """Return whether other ranks may send a part of what rank 0 is asked to send."""
+        if not peers or any(senders):
+            return False
+        return takes_several_senders(self.config, self._context, peers)
+
+    def _pusher_to(self, peers: Sequence[WeightPeer]) -> WeightPusher:
+        if self._pusher is None:
+            self._pusher = make_pusher(self.config, self._context, peers)
+        return self._pusher
 
     def set_memory_state(self, state: MemoryState) -> None:
         """Set the memory state of the engines.

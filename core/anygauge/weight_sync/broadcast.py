@@ -1,4 +1,4 @@
-"""Broadcast group of training rank 0 and the servers' processes, separate from the trainer's groups.
+"""Broadcast group of a training rank and the servers' processes, separate from the trainer's groups.
 
 The server makes its side with torch's private helper, so the store and its prefixes must be those that the
 helper makes of an address and a name.

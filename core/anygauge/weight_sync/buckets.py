@@ -52,17 +52,21 @@ class Buffers:
         self._held = [None] * len(self._held)
 
 
-def cut(weights: Weights, max_bytes: int, buffers: Buffers) -> Iterator[WeightBucket]:
+def cut(
+    weights: Weights, max_bytes: int, buffers: Buffers, *, completes: bool = True
+) -> Iterator[WeightBucket]:
     """Yield the weights as buckets. A bucket is valid until the second one after it is requested.
 
     The tensors are gathered as they are asked for, so every rank of a collective must cut alike or iterate.
+
+    :param completes: Whether the final bucket is the last of the update.
     """
     packer = _Packer(buffers, max_bytes)
     for name, tensor in weights:
         if not packer.fits(tensor):
             yield packer.bucket(last=False)
         packer.add(name, tensor)
-    yield packer.bucket(last=True)
+    yield packer.bucket(last=completes)
 
 
 class _Packer:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.weights import WeightPeer
 
-__all__ = ["FUSED", "ExpectedParameters", "fused_name", "served_name"]
+__all__ = ["FUSED", "ExpectedParameters", "KnownParameters", "fused_name", "served_name"]
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -67,6 +67,13 @@ class _Parameter(NamedTuple):
     """The checkpoint's tensors in it."""
 
 
+class KnownParameters(NamedTuple):
+    """Checksums of tensors, and the server parameters that consist of them, by name."""
+
+    checksums: dict[str, str]
+    parameters: dict[str, _Parameter]
+
+
 class ExpectedParameters:
     """Checksums of an update's tensors, and of the server parameters that consist of them.
 
@@ -88,6 +95,16 @@ class ExpectedParameters:
     def unverified(self) -> tuple[str, ...]:
         """Server parameters without an expected checksum."""
         return tuple(sorted(self._unverified))
+
+    @property
+    def known(self) -> KnownParameters:
+        """What is known so far, for another sender's process."""
+        return KnownParameters(self.checksums, self._parameters)
+
+    def include(self, known: KnownParameters) -> None:
+        """Include what another sender knows. The parts of one parameter are sent by one rank."""
+        self.checksums |= known.checksums
+        self._parameters |= known.parameters
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add the checksum of a tensor."""

@@ -34,7 +34,11 @@ def register_weight_transports() -> Iterable[WeightTransportSpec]:
         WeightTransportSpec(name="disk", make=_disk),
         WeightTransportSpec(name="delta", make=_delta, needs_receiver=True),
         WeightTransportSpec(
-            name="distributed", make=_distributed, buffer_device=_own_device, same_device=False
+            name="distributed",
+            make=_distributed,
+            buffer_device=_own_device,
+            same_device=False,
+            several_senders=True,
         ),
     ]
 
@@ -79,6 +83,7 @@ def _distributed(config: Any, context: WorkerContext) -> WeightTransport:
         backend.device_type,
         {**backends, backend.device_type: backend.dist_backend},  # of its type of device there may be others
         deadline_s=config.weight_sync.deadline_s,
+        sender=context.rank,
     )
 
 

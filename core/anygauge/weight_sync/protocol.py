@@ -125,6 +125,15 @@ class RunningUpdate:
 
         self._each(run)
 
+    def exclude(self, errors: Mapping[str, str]) -> None:
+        """Take out servers that failed at what another rank sent.
+
+        :param errors: What went wrong, by address.
+        """
+        for member in self._healthy:
+            if member.peer.address in errors:
+                member.error = RolloutError(errors[member.peer.address])
+
     def end(self, *, session: bool) -> None:
         """Close the update in each server, and check that it reports the new version."""
         if session:

@@ -36,6 +36,8 @@ class SyncReport:
     """Bytes sent to each server, where the transport counts them; else ``bytes``."""
     buckets: int
     tensors: int
+    senders: int = 1
+    """Training ranks that sent, one after another."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase: ``pause``, ``begin``, ``move``, ``end``, ``verify``, ``resume``, ``total``."""
     checksums: Mapping[str, str] = field(default_factory=dict)
@@ -53,5 +55,6 @@ class SyncReport:
         """Return the step's metrics of the update, named ``weight_sync/<name>``."""
         figures = {"bytes": float(self.bytes), "wire_bytes": float(self.wire_bytes)}
         figures |= {"failed_engines": float(len(self.failed)), "buckets": float(self.buckets)}
+        figures["senders"] = float(self.senders)
         figures |= {f"{phase}_s": value for phase, value in self.seconds.items()}
         return {f"weight_sync/{name}": value for name, value in figures.items()}

@@ -41,7 +41,7 @@ def test_the_group_for_weights_is_of_the_runs_own_backend() -> None:
     config: Any = SimpleNamespace(weight_sync=SimpleNamespace(deadline_s=1.0))
     for own in (CPU, other):
         plugins = SimpleNamespace(named=lambda hook: backends)
-        context: Any = SimpleNamespace(backend=own, plugins=plugins)
+        context: Any = SimpleNamespace(backend=own, plugins=plugins, rank=3)
         transport: Any = plugin._distributed(config, context)
         assert transport._backend == own.dist_backend
 

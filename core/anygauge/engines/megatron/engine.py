@@ -310,6 +310,12 @@ class MegatronEngine(BaseEngine):
         self._synchronize_parameters()
         yield from self.policy.weights()
 
+    def weights_by_sender(self) -> Mapping[int, Iterator[tuple[str, Tensor]]]:
+        """Return the weights by the rank that sends them; see :class:`anygauge_hooks.engines.HasSenders`."""
+        self._memory.need("weights", "its weights")
+        self._synchronize_parameters()
+        return self.policy.weights_by_sender()
+
     def _exported(self) -> tuple[Iterator[tuple[str, Tensor]], torch.dtype]:
         self._synchronize_parameters()
         weights = self.policy.weights(on_every_rank=False)

@@ -14,12 +14,14 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from anygauge.config import Config
 from anygauge.config.modalities import modalities
 from anygauge.config.roles import as_language_model
 from anygauge.config.schema import Parallel
+from anygauge.distributed.all_gather import all_gather_values
 from anygauge.distributed.layout import Layout
 from anygauge.engines.agreement import on_every_rank
 from anygauge.engines.hf_directory import open_tensors, read_config
@@ -55,6 +57,8 @@ from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.types import BackendSpec, Device, LoadedPlugins
 
 __all__ = ["Policy", "build_policy", "initialize_parallel", "rank_position"]
+
+_RANKS = TypeAdapter(list[int])
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,20 @@ class Policy:
             yield from hf_tensors((rule, stored[rule.canonical]) for rule in self.rules)
         else:
             yield from self._gathering.weights(stored, on_every_rank=on_every_rank)
+
+    def weights_by_sender(self) -> dict[int, Iterator[tuple[str, Tensor]]]:
+        """Return the weights by the rank of the first copy that sends them; the others of it give shards.
+
+        A collective. Every rank iterates each of them, in order.
+        """
+        gathering, stored = self._gathering, self._detached()
+        if 0 not in gathering.ranks:
+            return {sender: iter(()) for sender in self._senders}
+        return {sender: gathering.sent_by(sender, stored) for sender in self._senders}
+
+    @cached_property
+    def _senders(self) -> list[int]:
+        return all_gather_values(self._gathering.senders, _RANKS)[0]
 
     @cached_property
     def _gathering(self) -> Gathering:

@@ -1,4 +1,4 @@
-"""Weight transport by broadcast from training rank 0 to every process of every server."""
+"""Weight transport by broadcast from a training rank to every process of every server."""
 
 from __future__ import annotations
 
@@ -35,12 +35,18 @@ Gloo does not, and its groups end no sooner than the collectives in them."""
 class DistributedTransport(WeightTransport):
     """A process group with the servers, rebuilt when one of them was restarted.
 
+    Each training rank that sends has its own: servers expect the sender to be the first rank of a group.
+
     :param device_type: Type of device of the buckets; the servers must run on such devices too.
     :param backends: The ``torch.distributed`` backend of each type of device that is known here.
     :param deadline_s: Longest time for the group to form, and for one broadcast, in seconds.
+    :param sender: Training rank of this process, for errors.
     """
 
-    def __init__(self, device_type: str, backends: Mapping[str, str], *, deadline_s: float) -> None:
+    def __init__(
+        self, device_type: str, backends: Mapping[str, str], *, deadline_s: float, sender: int = 0
+    ) -> None:
+        self._sender = sender
         self._device_type, self._backends = device_type, backends
         self._backend = backends[device_type]
         self._deadline_s = deadline_s
@@ -79,7 +85,7 @@ class DistributedTransport(WeightTransport):
                     timeout_s=self._deadline_s + (0.0 if self._device_type == "cpu" else SPARE_S),
                     store=rendezvous.store,
                 ),
-                what=f"The group of training rank 0 and {_addresses(peers)}",
+                what=f"The group of training rank {self._sender} and {_addresses(peers)}",
                 release=self.abandon,
                 given_up=lambda: _first_error(joins),
             )
@@ -98,7 +104,8 @@ class DistributedTransport(WeightTransport):
                 theirs = self._backends.get(peer.device or "", "a library that is not known here")
                 raise RolloutError(
                     f"{peer.address} runs on {peer.device!r} and forms groups with {theirs}; "
-                    f"training rank 0 runs on {self._device_type!r} and forms groups with {self._backend}.",
+                    f"training rank {self._sender} runs on {self._device_type!r} and forms groups with "
+                    f"{self._backend}.",
                     hint="Start the server on the same kind of device, or "
                     'set weight_sync.transport = "disk".',
                 )

@@ -39,6 +39,9 @@ class _Shared:
     dtype: torch.dtype
     sources: tuple[int, ...]
     """Source rank of each shard."""
+    sender: int
+    """Rank that sends it, if ranks send what they hold: the first one that holds the first shard. A stack of
+    experts is one tensor in a checkpoint, so the rank that sends its first expert sends all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,32 +66,46 @@ class Gathering:
         :param on_every_rank: Or on rank 0 alone; the others get nothing, and must still iterate.
         """
         if on_every_rank or 0 in self.ranks:
-            yield from hf_tensors(self._whole(stored, on_every_rank=on_every_rank))
+            yield from hf_tensors(self._whole(stored, self.tensors, None if on_every_rank else 0))
+
+    @property
+    def senders(self) -> list[int]:
+        """The ranks of the group that together send all tensors, in order."""
+        return sorted({shared.sender for shared in self.tensors})
+
+    def sent_by(self, sender: int, stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors that a rank sends, on that rank.
+
+        The others get nothing, and must still iterate: those that divide a tensor with it give their shards.
+        """
+        tensors = [shared for shared in self.tensors if shared.sender == sender]
+        return hf_tensors(self._whole(stored, tensors, sender))
 
     def _whole(
-        self, stored: Mapping[str, Tensor], *, on_every_rank: bool
+        self, stored: Mapping[str, Tensor], tensors: Sequence[_Shared], receiver: int | None
     ) -> Iterator[tuple[TensorRule, Tensor]]:
-        for shared in self.tensors:
+        """Yield whole tensors on one rank, or on every rank of the group where no receiver is named."""
+        for shared in tensors:
             local = stored[shared.rule.canonical].contiguous() if self.rank in shared.sources else None
             shards = [
-                self._receive(shared, source, local if source == self.rank else None, on_every_rank)
+                self._receive(shared, source, local if source == self.rank else None, receiver)
                 for source in shared.sources
             ]
             held = [shard for shard in shards if shard is not None]
-            if on_every_rank or self.rank == 0:
+            if receiver in (None, self.rank):
                 yield shared.rule, merge(shared.rule.declared, held, shared.rule.rows)
 
     def _receive(
-        self, shared: _Shared, source: int, local: Tensor | None, on_every_rank: bool
+        self, shared: _Shared, source: int, local: Tensor | None, receiver: int | None
     ) -> Tensor | None:
-        if on_every_rank:
+        if receiver is None:
             shard = self._empty(shared) if local is None else local
             if len(self.ranks) > 1:
                 dist.broadcast(shard, source, self.group)
             return shard
-        if source != 0 and local is not None:
-            dist.send(local, 0)
-        elif source != 0 and self.rank == 0:
+        if source != receiver and local is not None:
+            dist.send(local, receiver)
+        elif source != receiver and self.rank == receiver:
             shard = self._empty(shared)
             dist.recv(shard, source)
             return shard
@@ -122,7 +139,13 @@ def plan_gathering(
     forms = {number: form for part in all_gather_values(mine, _FORMS, group) for number, form in part.items()}
     return Gathering(
         tensors=[
-            _Shared(rule, shape=forms[number][0], dtype=DTYPES[forms[number][1]], sources=sources[number])
+            _Shared(
+                rule,
+                shape=forms[number][0],
+                dtype=DTYPES[forms[number][1]],
+                sources=sources[number],
+                sender=sources[number - (rule.expert or 0) if rule.is_stacked else number][0],
+            )
             for number, rule in enumerate(rules)
         ],
         rank=rank,
