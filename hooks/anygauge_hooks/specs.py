@@ -185,7 +185,7 @@ def make_communicator(backend: BackendSpec, options: Any, group_options: Any | N
 def register_weight_transports() -> Iterable[WeightTransportSpec] | None:
     """Return the ways for weights to servers that this plugin provides.
 
-    Called when the config is checked and when training rank 0 makes its sender. Must not import torch;
+    Called when the config is checked and when a training rank makes its sender. Must not import torch;
     ``make`` may.
 
     :returns: The transports, or ``None``.

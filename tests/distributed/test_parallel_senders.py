@@ -19,6 +19,7 @@ from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.trainer.actors import ActorWorker
 from anygauge.weight_sync.checksum import checksum
 from anygauge_hooks.engines import WorkerContext
+from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.sglang import WeightApi
 from anygauge_tests.fake_engine import FakeServer, Options
 from anygauge_tests.http_requests import ask
@@ -53,6 +54,8 @@ class Update(NamedTuple):
     servers: Sequence[int] = (0, 1)
     fails: int | None = None
     """Training rank whose second bucket fails with an error that is none of the project."""
+    loses: int | None = None
+    """Training rank that loses the first server at its last bucket, without an error of the transport."""
     refuses: Sequence[tuple[str, int]] = ()
     """Requests that the first server refuses: the event, and which of it; 0 is the last bucket."""
 
@@ -67,7 +70,8 @@ class Came(NamedTuple):
 
 def push(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[str, Any]:
     """Send the weights several times, and return how each update came out on this rank."""
-    sync = WeightSync(transport="distributed", bucket_bytes=1 << 14, verify=case["verify"], deadline_s=20)
+    name = case.get("transport", "distributed")
+    sync = WeightSync(transport=name, bucket_bytes=1 << 14, verify="always", deadline_s=20)
     actor = ActorWorker(config.model_copy(update={"weight_sync": sync}), context)
     engine: Any = actor.trainer
     names: list[str] = []
@@ -120,7 +124,16 @@ def push_once(
             raise ArithmeticError("an error of a transport")
         send(bucket, running)
 
-    transport.send = failing if update.fails == rank else send
+    def losing(bucket: Any, running: Any) -> None:
+        def lose(peer: Any) -> None:
+            if peer == peers[0]:
+                raise RolloutError("lost")
+
+        send(bucket, running)
+        if bucket.last:
+            running.each(lose, loads=True)
+
+    transport.send = failing if update.fails == rank else losing if update.loses == rank else send
     for event, count in update.refuses if rank == 0 else ():
         fault = {"kind": "refuse", "event": event, "count": count or buckets, "argument": 0.0}
         ask(f"{peers[0].address}/fake/fault", json.dumps(fault).encode())
@@ -174,7 +187,6 @@ def run(crew: Any, model: Path, case: Case, updates: Sequence[Update], servers: 
         parallel=case.parallel,
         updates=[tuple(each) for each in updates],
         servers=[(each.address, each.options.tp_size) for each in servers],
-        verify="always",
         **more,
     )
 
@@ -217,9 +229,10 @@ def test_an_update_is_all_or_nothing_whoever_fails(crew: Any, model: Path, serve
         Update(),
         Update(refuses=[("begin", 1), ("begin", 2)]),  # it is asked again
         Update(servers=(1,)),
+        Update(loses=3),
     ]
     results = run(crew, model, CASES["ep2-pp2"], updates, servers)
-    whole, refused, repaired, failed, again, unopened, alone = map(Came._make, results[0]["outcomes"])
+    whole, refused, repaired, failed, again, unopened, alone, lost = map(Came._make, results[0]["outcomes"])
     for came, version in ((whole, "1"), (repaired, "3"), (again, "5")):
         assert not came.report.failed, came.report
         assert came.states == [(False, version)] * 2
@@ -235,3 +248,16 @@ def test_an_update_is_all_or_nothing_whoever_fails(crew: Any, model: Path, serve
     assert unopened.states == [(False, "5")] * 2
     assert not alone.report.failed, alone.report
     assert alone.states == [(False, "5"), (False, "7")]
+    assert [(peer.state, peer.version) for peer in lost.report.peers] == [("unusable", None), ("serving", 8)]
+    assert lost.report.failed[0].error.startswith("lost")
+
+
+def test_a_transport_of_one_sender_gets_all_weights_on_the_first_rank(
+    crew: Any, model: Path, servers: list[FakeServer]
+) -> None:
+    results = run(crew, model, CASES["ep2-pp2"], [Update()], servers, transport="tensor")
+    came = Came._make(results[0]["outcomes"][0])
+    assert not came.report.failed, came.report
+    assert (came.report.senders, came.report.checksums) == (1, results[0]["weights"])
+    assert [result["outcomes"][0][0] for result in results[1:]] == [None] * 3
+    assert [result["names"] for result in results] == [[]] * 4, "nobody asks for parts"

@@ -116,8 +116,10 @@ def empty_tensors(
 
 def load_and_gather(
     config: Config, context: WorkerContext, case: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], list[int]]:
-    """Return the whole tensors, what is gathered of them on every rank, what on the first, and by which."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[int, dict[str, Tensor]], list[int]]:
+    """Return the whole tensors, what is gathered of them on every rank, what on the first, and what on each
+    rank that sends what it holds; and by which ranks.
+    """
     rules, tensors = make_rules(), make_tensors()
     place, stage = make_place(context.rank, context.world_size, case["sizes"])
     stored = empty_tensors(rules, tensors, place, stage)
@@ -128,6 +130,7 @@ def load_and_gather(
         tensors,
         dict(gathering.weights(stored)),
         dict(gathering.weights(stored, on_every_rank=False)),
+        {sender: dict(gathering.sent_by(sender, stored)) for sender in gathering.senders},
         list(gathering.ranks),
     )
 

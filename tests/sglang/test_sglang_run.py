@@ -101,10 +101,20 @@ def test_servers_and_trainers_agree_in_every_step_apart_and_colocated(tmp_path: 
 
 
 def test_samples_of_an_asynchronous_run_tell_the_weights_of_each_token(tmp_path: Path) -> None:
-    keys = {"rollout__schedule": "async", "algorithm__correction__tis": {}}
+    """Two pipeline stages each send their layers, and the server's checksums of both are compared."""
+    keys = {
+        "rollout__schedule": "async",
+        "algorithm__correction__tis": {},
+        "placement__train_workers": 2,
+        "train__parallel__pipeline": 2,
+        "weight_sync__transport": "distributed",
+        "weight_sync__verify": "always",
+    }
     observer = run(tmp_path, run__steps=6, rollout__max_new_tokens=64, **keys)
     assert versions(observer.groups)[0] == 0
     assert versions(observer.groups)[-1] in (4, 5)  # the last step trains version 5
+    logs = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*.log"))
+    assert "training ranks 0, 1 send the weights" in logs
     assert max(metrics["rollout/lag/max"] for metrics in observer.metrics) == 1
 
 

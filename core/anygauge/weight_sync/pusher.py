@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from anygauge_hooks.weights import WeightPeer, WeightTransport, WeightTransportSpec
 
 __all__ = ["WeightPusher", "make_pusher", "takes_several_senders"]
+
+_log = logging.getLogger(__name__)
 
 Weights = Iterable[tuple[str, "Tensor"]]
 
@@ -80,6 +83,8 @@ class WeightPusher:
         :param rank: Of this process.
         :returns: The outcome of each server, on rank 0.
         """
+        if rank == 0 and not self._outcomes:
+            _log.info("training ranks %s send the weights to the servers", ", ".join(map(str, weights)))
         report = JointPush(self, version, peers, weights, rank=rank).run()
         return report if rank == 0 else None
 

@@ -55,6 +55,5 @@ class SyncReport:
         """Return the step's metrics of the update, named ``weight_sync/<name>``."""
         figures = {"bytes": float(self.bytes), "wire_bytes": float(self.wire_bytes)}
         figures |= {"failed_engines": float(len(self.failed)), "buckets": float(self.buckets)}
-        figures["senders"] = float(self.senders)
         figures |= {f"{phase}_s": value for phase, value in self.seconds.items()}
         return {f"weight_sync/{name}": value for name, value in figures.items()}
