@@ -70,6 +70,8 @@ ROWS: Mapping[str, Row] = {
     "colocated-cp2": Row(2, colocated(2, context=2)),
     "experts-ep2": Row(2, colocated(2, expert=2), model="experts"),
     "critic": Row(2, {**colocated(2), **CRITIC}),
+    "apart-pp2": Row(3, apart(2, 1, **{"train.parallel.pipeline": 2})),
+    "experts-apart-ep2": Row(3, apart(2, 1, **{"train.parallel.expert": 2}), model="experts"),
     "colocated-tp2-dp2": Row(4, colocated(4, server_tp=2, tensor=2)),
     "colocated-tp2-pp2": Row(4, colocated(4, server_tp=2, tensor=2, pipeline=2)),
     "experts-ep4": Row(4, colocated(4, expert=4), model="experts"),
