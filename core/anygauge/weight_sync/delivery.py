@@ -7,27 +7,47 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from anygauge.weight_sync.buckets import cut, overlapped, unpack
+from anygauge.weight_sync.buckets import Buffers, cut, overlapped, unpack
 from anygauge.weight_sync.checksum import checksum, digest
 from anygauge.weight_sync.parameters import ExpectedParameters, KnownParameters
+from anygauge.weight_sync.protocol import started
 from anygauge_hooks.errors import RolloutError, WeightMappingError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from anygauge.config.schema import WeightSync
     from anygauge.weight_sync.protocol import RunningUpdate
-    from anygauge.weight_sync.pusher import WeightPusher
-    from anygauge_hooks.weights import WeightBucket, WeightPeer
+    from anygauge.weight_sync.report import PeerOutcome
+    from anygauge_hooks.weights import WeightBucket, WeightPeer, WeightTransport
 
-__all__ = ["Delivered", "Delivery"]
+__all__ = ["Delivered", "Delivery", "Sender"]
 
 SPARE = 16
 """One part of so many of a bucket is left for a tensor that is being converted: a push that makes no larger
 copies takes no more than two buckets."""
 
 
+class Sender(NamedTuple):
+    """Things that a sending process keeps over all updates."""
+
+    options: WeightSync
+    transport: WeightTransport
+    buffers: Buffers
+    outcomes: dict[tuple[str, int], PeerOutcome]
+    """Outcome of the last update, by address and incarnation."""
+    verified: set[tuple[str, int]]
+    """Servers whose parameters were compared since they started."""
+
+    def verifies(self, peers: Sequence[WeightPeer]) -> bool:
+        """Return whether an update of these servers is to be verified."""
+        if self.options.verify == "first":
+            return any(started(peer) not in self.verified for peer in peers)
+        return self.options.verify == "always"
+
+
 class Delivered(NamedTuple):
-    """What a sender has delivered. Plain data, for another sender's process."""
+    """Summary of a sender's delivery. Plain data, for another sender's process."""
 
     bytes: int
     buckets: int
@@ -41,10 +61,8 @@ class Delivery:
     :param verifies: Whether to compare what arrived with what was gathered.
     """
 
-    def __init__(self, pusher: WeightPusher, update: RunningUpdate, *, verifies: bool) -> None:
-        self._options = pusher._options
-        self._transport = pusher._transport
-        self._buffers = pusher._buffers
+    def __init__(self, sender: Sender, update: RunningUpdate, *, verifies: bool) -> None:
+        self._sender = sender
         self._update = update
         self.is_local = any(peer.is_local for peer in update.peers)
         verifies = verifies and not self.is_local
@@ -67,8 +85,9 @@ class Delivery:
         """
         stream = self._noted(weights)
         if not self.is_local:
-            room = self._options.bucket_bytes - self._options.bucket_bytes // SPARE
-            overlapped(cut(stream, room, self._buffers, completes=completes), self._send)
+            size = self._sender.options.bucket_bytes
+            buckets = cut(stream, size - size // SPARE, self._sender.buffers, completes=completes)
+            overlapped(buckets, self._send)
             return
         self._update.load(lambda target: target.load_tensors(stream, self._update))
         for error in self._update.errors().values():  # this process's own, whole
@@ -112,7 +131,7 @@ class Delivery:
 
     def _send(self, bucket: WeightBucket) -> None:
         self.check_peers()
-        self._transport.send(bucket, self._update)
+        self._sender.transport.send(bucket, self._update)
         self._check_sent(bucket)
         self.buckets += 1
 

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from pydantic import TypeAdapter
 
 from anygauge.distributed.all_gather import all_gather_values
-from anygauge.weight_sync.delivery import Delivered, Delivery
+from anygauge.weight_sync.delivery import Delivered, Delivery, Sender
 from anygauge.weight_sync.push import Push
 from anygauge_hooks.errors import AnygaugeError, RolloutError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from anygauge.weight_sync.pusher import WeightPusher
     from anygauge_hooks.weights import WeightPeer
 
 __all__ = ["JointPush"]
@@ -32,7 +31,7 @@ T = TypeVar("T")
 
 
 class _Told(NamedTuple, Generic[T]):
-    """What a rank tells the others after a step."""
+    """Outcome of a step on a rank, as told to the others."""
 
     problem: str | None
     """Its error."""
@@ -51,19 +50,19 @@ class JointPush(Push):
     """One rank's part in an update. All training ranks make one, also those that send nothing.
 
     :param weights: Full tensors by the rank that sends them, in the order in which they send.
-    :param rank: Of this process.
+    :param rank: Training rank of this process.
     """
 
     def __init__(
         self,
-        pusher: WeightPusher,
+        sender: Sender,
         version: int,
         peers: Sequence[WeightPeer],
         weights: Mapping[int, Iterator[tuple[str, Tensor]]],
         *,
         rank: int,
     ) -> None:
-        super().__init__(pusher, version, peers, iter(()), pauses=rank == 0)
+        super().__init__(sender, version, peers, iter(()), pauses=rank == 0)
         self._rank = rank
         self._parts = weights
         self.senders = len(weights)
@@ -73,7 +72,7 @@ class JointPush(Push):
             for sender in self._parts:
                 self._step(sender, partial(self._transport.connect, self._all), _CONNECTED)
         verifies = self._step(0, self._open_update, _OPENED)
-        self._delivery = Delivery(self._pusher, self._update, verifies=verifies)
+        self._delivery = Delivery(self._sender, self._update, verifies=verifies)
         with self._timed("move"):
             self._send_parts()
         if self._rank == 0:
@@ -82,7 +81,7 @@ class JointPush(Push):
     def _open_update(self) -> bool:
         """Open the update, and return whether the senders have to verify."""
         self._open()
-        return self._pusher._verifies(self._all)
+        return self._sender.verifies(self._all)
 
     def _send_parts(self) -> None:
         last = list(self._parts)[-1]

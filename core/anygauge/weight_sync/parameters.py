@@ -98,7 +98,7 @@ class ExpectedParameters:
 
     @property
     def known(self) -> KnownParameters:
-        """What is known so far, for another sender's process."""
+        """Checksums and parameters known so far, for another sender's process."""
         return KnownParameters(self.checksums, self._parameters)
 
     def include(self, known: KnownParameters) -> None:

@@ -128,7 +128,7 @@ class RunningUpdate:
     def exclude(self, errors: Mapping[str, str]) -> None:
         """Take out servers that failed at what another rank sent.
 
-        :param errors: What went wrong, by address.
+        :param errors: Error messages, by address.
         """
         for member in self._healthy:
             if member.peer.address in errors:

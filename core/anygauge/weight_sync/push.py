@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from anygauge.weight_sync.delivery import Delivery
+from anygauge.weight_sync.delivery import Delivery, Sender
 from anygauge.weight_sync.protocol import RunningUpdate, started
 from anygauge.weight_sync.report import SyncReport
 from anygauge_hooks.errors import RolloutError, WeightMappingError
@@ -16,7 +16,6 @@ from anygauge_hooks.errors import RolloutError, WeightMappingError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from anygauge.weight_sync.pusher import WeightPusher
     from anygauge_hooks.weights import WeightPeer
 
 __all__ = ["Push"]
@@ -34,29 +33,29 @@ class Push:
 
     def __init__(
         self,
-        pusher: WeightPusher,
+        sender: Sender,
         version: int,
         peers: Sequence[WeightPeer],
         weights: Iterator[tuple[str, Tensor]],
         *,
         pauses: bool,
     ) -> None:
-        self._pusher = pusher
+        self._sender = sender
         self._weights = weights
-        self._options = pusher._options
-        self._transport = pusher._transport
+        self._options = sender.options
+        self._transport = sender.transport
         self._version = version
         self._all = tuple(peers)
         self._update = RunningUpdate(
             version,
             peers,
-            pusher._outcomes,
+            sender.outcomes,
             pause=self._options.pause if pauses else "none",
             flushes=self._options.pause != "in_place",
             deadline_s=self._options.deadline_s,
         )
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._delivery = Delivery(pusher, self._update, verifies=pusher._verifies(peers))
+        self._delivery = Delivery(sender, self._update, verifies=sender.verifies(peers))
 
     def run(self) -> SyncReport:
         """Send the weights, and return the outcome of each server."""
@@ -115,9 +114,9 @@ class Push:
 
     def _remember(self) -> None:
         for peer, outcome in zip(self._all, self._update.outcomes(), strict=True):
-            self._pusher._outcomes[started(peer)] = outcome
+            self._sender.outcomes[started(peer)] = outcome
             if self._delivery.verifies and outcome.version == self._version:
-                self._pusher._verified.add(started(peer))
+                self._sender.verified.add(started(peer))
 
     def _report(self) -> SyncReport:
         delivery, expected = self._delivery, self._delivery.expected

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from anygauge.weight_sync.buckets import Buffers
+from anygauge.weight_sync.delivery import Sender
 from anygauge.weight_sync.joint_push import JointPush
-from anygauge.weight_sync.protocol import started
 from anygauge.weight_sync.push import Push
 from anygauge.weight_sync.sharing import shared_memory
 from anygauge.weight_sync.transports.tensor import TensorTransport
@@ -46,7 +46,6 @@ class WeightPusher:
         self._buffers = buffers
         self._outcomes: dict[tuple[str, int], PeerOutcome] = {}
         self._verified: set[tuple[str, int]] = set()
-        """Servers whose parameters were compared since they started."""
 
     def push(
         self, weights: Weights, version: int, peers: Sequence[WeightPeer], *, pauses: bool = True
@@ -63,7 +62,7 @@ class WeightPusher:
         # A plain iterator: what is left of it is gathered and dropped, whoever stopped asking.
         stream = iter(weights)
         try:
-            return Push(self, version, peers, stream, pauses=pauses).run()
+            return Push(self._sender, version, peers, stream, pauses=pauses).run()
         finally:
             for _ in stream:
                 pass
@@ -78,14 +77,14 @@ class WeightPusher:
     ) -> SyncReport | None:
         """Send a version to the servers from several ranks. A collective of all training ranks.
 
-        :param weights: Full tensors by the rank that sends them, as of
+        :param weights: Full tensors by the rank that sends them, from
             :meth:`~anygauge_hooks.engines.HasSenders.weights_by_sender`.
-        :param rank: Of this process.
+        :param rank: Training rank of this process.
         :returns: The outcome of each server, on rank 0.
         """
         if rank == 0 and not self._outcomes:
             _log.info("training ranks %s send the weights to the servers", ", ".join(map(str, weights)))
-        report = JointPush(self, version, peers, weights, rank=rank).run()
+        report = JointPush(self._sender, version, peers, weights, rank=rank).run()
         return report if rank == 0 else None
 
     def release_buffers(self) -> None:
@@ -97,10 +96,9 @@ class WeightPusher:
         self._transport.close()
         self._buffers.release()
 
-    def _verifies(self, peers: Sequence[WeightPeer]) -> bool:
-        if self._options.verify == "first":
-            return any(started(peer) not in self._verified for peer in peers)
-        return self._options.verify == "always"
+    @property
+    def _sender(self) -> Sender:
+        return Sender(self._options, self._transport, self._buffers, self._outcomes, self._verified)
 
 
 def make_pusher(config: Config, context: WorkerContext, peers: Sequence[WeightPeer] = ()) -> WeightPusher:
