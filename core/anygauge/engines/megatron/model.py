@@ -129,12 +129,10 @@ class Policy:
     def weights_by_sender(self) -> dict[int, Iterator[tuple[str, Tensor]]]:
         """Return the weights by the rank of the first copy that sends them; the others of it give shards.
 
-        A collective. Every rank iterates each of them, in order.
+        A collective. Every rank iterates each of them, in order; ranks of other copies have no part in them.
         """
-        gathering, stored = self._gathering, self._detached()
-        if 0 not in gathering.ranks:
-            return {sender: iter(()) for sender in self._senders}
-        return {sender: gathering.sent_by(sender, stored) for sender in self._senders}
+        stored = self._detached()
+        return {sender: self._gathering.sent_by(sender, stored) for sender in self._senders}
 
     @cached_property
     def _senders(self) -> list[int]:
