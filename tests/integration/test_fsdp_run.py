@@ -161,9 +161,3 @@ def test_layouts_that_the_engine_lacks_are_refused(tmp_path: Path) -> None:
         load_config(path, list(keys.items()), backend="cpu", plugins=load_plugins())
     for name in keys:
         assert name in str(caught.value)
-
-
-def test_adapters_and_frozen_parts_are_refused_together(tmp_path: Path) -> None:
-    keys = {"train.lora.rank": 2, "train.freeze": ["language"]}
-    with pytest.raises(Exception, match="adapters alone: choose layers"):
-        load_config(recipe(tmp_path), list(keys.items()), backend="cpu", plugins=load_plugins())

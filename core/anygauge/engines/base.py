@@ -46,13 +46,24 @@ class BaseEngine(ABC):
         """Return the keys in which the ``config.json`` of an export differs from the model's."""
         return {}
 
+    def _write_adapter(self, target: Path) -> None:
+        """Write a peft adapter; a collective, which an engine with LoRA has."""
+        raise NotImplementedError
+
     def save_hf(self, path: str) -> None:
-        """Write a complete Hugging Face directory; rank 0 writes."""
+        """Write a complete Hugging Face directory, a peft adapter in ``adapter/``, or both; rank 0 writes."""
         self._memory.need("weights", "a Hugging Face directory")
+        lora = self.config.train.lora
+        if not lora.is_on or lora.export != "adapter":
+            self._write_weights(Path(path))
+        if lora.is_on and lora.export != "merged":
+            self._write_adapter(Path(path) / "adapter")
+
+    def _write_weights(self, path: Path) -> None:
         weights, dtype = self._exported()
         if self.context.rank == 0:
             changes = self._config_changes()
-            write_directory(Path(path), self.config.model.path, weights, dtype, changes=changes)
+            write_directory(path, self.config.model.path, weights, dtype, changes=changes)
         else:
             for _ in weights:
                 pass

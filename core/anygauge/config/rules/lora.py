@@ -41,6 +41,9 @@ def lora_rules(config: Config, plugins: Plugins) -> Problems:
     if lora.path is not None and config.debug.mode == "rollout_only":
         hint = 'no train engine merges it with debug.mode = "rollout_only"; name a merged model as model.path'
         yield ConfigProblem(path=f"{TABLE}.path", found=str(lora.path), hint=hint)
+    if config.train.freeze:
+        hint = f"{TABLE} trains adapters alone: choose layers with {TABLE}.targets, leave this out"
+        yield ConfigProblem(path="train.freeze", found=list(config.train.freeze), hint=hint)
     yield from _values(lora)
 
 

@@ -29,6 +29,7 @@ from anygauge.engines.checkpoint_files import (
 )
 from anygauge.engines.fsdp.optimizer import ShardedOptimizer
 from anygauge.engines.fsdp.weights import LocalShard
+from anygauge.engines.lora.base import check_base
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import CheckpointError
 
@@ -126,7 +127,7 @@ class Checkpointer(BackgroundSave):
     @contextmanager
     def _checked(self, directory: Path) -> Iterator[PieceReader]:
         with open_pieces(directory) as reader:
-            self._check_base(reader.files[0].base)
+            check_base(self._base, reader.files[0].base)
             wanted = {shard.name: tuple(shard.tensor.shape) for shard in self._shards}
             stored = {name: tuple(shape) for name, shape in reader.shapes.items()}
             if odd := {n for n in wanted.keys() | stored.keys() if wanted.get(n) != stored.get(n)}:
@@ -139,18 +140,6 @@ class Checkpointer(BackgroundSave):
             for shard in self._shards:
                 self._check_shard(reader, shard)
             yield reader
-
-    def _check_base(self, stored: Mapping[str, Any]) -> None:
-        """Check that adapters belong to the weights that the model has, wherever these are by now.
-
-        :raises CheckpointError: They do not.
-        """
-        here, there = ({n: v for n, v in each.items() if n != "path"} for each in (self._base, stored))
-        if here != there:
-            raise CheckpointError(
-                f"The checkpoint is of {_of_base(stored)}; the engine has {_of_base(self._base)}.",
-                hint="Restore model.path, train.dtype and [train.lora] as they were when the run began.",
-            )
 
     def _check_shard(self, reader: PieceReader, shard: LocalShard) -> None:
         if not shard.local.numel():
@@ -197,15 +186,6 @@ class Checkpointer(BackgroundSave):
                 _log.warning("the checkpoint was made on %s, this is %s: the bits differ", own.device, here)
         elif own.rank == context.rank:
             restore_rng(context.device, own.rng)
-
-
-def _of_base(base: Mapping[str, Any]) -> str:
-    if not base:
-        return "a model without adapters"
-    return (
-        f"adapters of rank {base['rank']} and alpha {base['alpha']} on {base['path']} (checksum "
-        f"{base['checksum']})"
-    )
 
 
 def _region(shard: LocalShard) -> Region:

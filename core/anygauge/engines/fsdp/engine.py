@@ -21,20 +21,25 @@ from anygauge.distributed.all_gather import all_gather_values
 from anygauge.distributed.known_results import check_known_results
 from anygauge.engines.agreement import check_facts_agree, config_facts
 from anygauge.engines.base import BaseEngine, check_finite
-from anygauge.engines.fsdp.adapter_files import write_adapter
-from anygauge.engines.fsdp.base_roles import BaseRoles
 from anygauge.engines.fsdp.batch import MicroBatch, micro_batches
 from anygauge.engines.fsdp.checkpoint import Checkpointer
 from anygauge.engines.fsdp.mesh import ReplicaCheck, data_mesh, mesh_groups
 from anygauge.engines.fsdp.model import Outputs, build_model, torch_dtype
 from anygauge.engines.fsdp.optimizer import ShardedOptimizer
 from anygauge.engines.fsdp.start_check import check_at_start
-from anygauge.engines.fsdp.weights import base_shards, full_weights, load_weights, local_shards
+from anygauge.engines.fsdp.weights import (
+    LocalShard,
+    base_shards,
+    full_weights,
+    load_weights,
+    local_shards,
+)
 from anygauge.engines.hf_directory import read_config
+from anygauge.engines.lora.roles import BaseRoles
 from anygauge.engines.media import MediaReader
 from anygauge.engines.memory_offload import DeviceMemory
 from anygauge.engines.responses import compared, loss_inputs, unpack
-from anygauge.engines.roles import ACTOR
+from anygauge.engines.roles import ACTOR, RoleWeights
 from anygauge.engines.schedule import decay_steps, learning_rate
 from anygauge.kernels.loss_budget import LossBudget
 from anygauge.kernels.table import resolve_kernels
@@ -93,10 +98,13 @@ class FsdpEngine(BaseEngine):
             kept = learning if adapters.layers else self.shards
             base = adapters.description(str(config.model.path))
             self._checkpoint = Checkpointer(kept, self.optimizer, context, base)
+        base_weights = base_shards(self.root)
+        trained = [shard for shard in base_weights if shard.tensor.requires_grad]
         self._roles = BaseRoles(
             self.root.adapters,
             config.model.path,
-            base_shards(self.root),
+            _role_weights(base_weights),
+            _role_weights(trained) if trained else None,
             partial(load_weights, self.root),
             self.root.weights_changed,
         )
@@ -273,14 +281,8 @@ class FsdpEngine(BaseEngine):
     def _exported(self) -> tuple[Iterator[tuple[str, Tensor]], torch.dtype]:
         return full_weights(self.root, self.root.names, self.dtype), self.dtype
 
-    def save_hf(self, path: str) -> None:
-        """Write a complete Hugging Face directory, a peft adapter in ``adapter/``, or both."""
-        adapters, export = self.root.adapters, self.config.train.lora.export
-        if not adapters.layers or export != "adapter":
-            super().save_hf(path)
-        if adapters.layers and export != "merged":
-            self._memory.need("weights", "an adapter")
-            write_adapter(Path(path) / "adapter", adapters, self.shards, self.config.model.path)
+    def _write_adapter(self, target: Path) -> None:
+        self.root.adapters.write(target, self.shards, self.config.model.path)
 
     def load_checkpoint(self, path: str) -> None:
         """Restore a checkpoint of :meth:`save_checkpoint`. A collective."""
@@ -308,3 +310,8 @@ class ForwardOnlyEngine(FsdpEngine):
     """
 
     trains = False
+
+
+def _role_weights(shards: Sequence[LocalShard]) -> RoleWeights:
+    # Each rank's shards are its own, and were checked when they were read.
+    return RoleWeights([shard.local for shard in shards], lambda: None, lambda role: None)

@@ -23,7 +23,6 @@ from transformers.initialization import no_init_weights
 from anygauge.config import Config
 from anygauge.config.modalities import modalities
 from anygauge.engines.forbidden import logprob_without, top_k_without
-from anygauge.engines.fsdp.adapter_files import read_adapter
 from anygauge.engines.fsdp.attention import register_attention
 from anygauge.engines.fsdp.layers import TableLayers, find_table_layers
 from anygauge.engines.fsdp.lora import Adapters, add_adapters
@@ -318,7 +317,7 @@ def _start_adapters(root: ShardedModel, config: Config) -> None:
     shards, path = local_shards(root), config.train.lora.path
     root.adapters.start(shards, config.run.seed)
     if path is not None:
-        read_adapter([shard for shard in shards if shard.tensor.requires_grad], path)
+        root.adapters.read(shards, path)
 
 
 def torch_dtype(config: Config) -> torch.dtype:

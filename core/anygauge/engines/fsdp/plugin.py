@@ -105,9 +105,6 @@ def _unsupported(train: Any) -> Iterator[ConfigProblem]:
     if train.router_replay:
         hint = f"train.engine = {FSDP!r} keeps no routes; leave it out, or take Megatron"
         yield ConfigProblem(path="train.router_replay", found=True, hint=hint)
-    if train.freeze and train.lora.is_on:
-        hint = "train.lora trains adapters alone: choose layers with train.lora.targets, leave this out"
-        yield ConfigProblem(path="train.freeze", found=list(train.freeze), hint=hint)
     if train.provider is not None:
         hint = f"has no effect with train.engine = {FSDP!r}; leave it out"
         yield ConfigProblem(path="train.provider", found=train.provider, hint=hint)
