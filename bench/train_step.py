@@ -4,7 +4,7 @@
     python bench/train_step.py --backend cuda --lengths 4096 4096 4096 4096
     python bench/train_step.py --backend cuda --shape 0.6b --sides anygauge liger
     python bench/train_step.py --backend cuda --sides anygauge --profile   # where the time goes
-    python bench/train_step.py --backend cuda --sides fsdp lora liger liger-masters   # the FSDP engine
+    python bench/train_step.py --backend cuda --sides fsdp lora megatron-lora liger   # LoRA
     python bench/train_step.py --backend cuda --sides anygauge images frozen   # 8 images of 1 megapixel
     python bench/train_step.py --shape tiny --lengths 64 32            # that it runs, on the host
     python bench/train_step.py --shape tiny --lengths 64 32 --pixels 32 --sides anygauge images frozen
@@ -16,8 +16,8 @@ bfloat16, with torch's fused AdamW, and `liger-masters` is Liger with float32 ma
 of unequal lengths as rows that are filled up. Each side has a process of its own; the ceiling is a product of
 two matrices of 8192 x 8192 in it. Operations are those of the model, three times its forward pass.
 
-`lora` is the FSDP engine with adapters of rank 16 on all layers but the output: its operations are twice the
-forward pass, since the base gets no gradients.
+`lora` is the FSDP engine with adapters of rank 16 on all layers but the output, and `megatron-lora` the
+Megatron engine: their operations are twice the forward pass, since the base gets no gradients.
 
 `images` is a step of Qwen3-VL in anygauge, whose decoder has the same shape and as many tokens: most hold the
 places of images. `frozen` does not train the tower, whose operations are counted once. Every image is another
@@ -41,8 +41,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-SIDES = ("anygauge", "liger", "transformers", "fsdp", "lora", "liger-masters", "images", "frozen")
+SIDES = (
+    *("anygauge", "liger", "transformers", "fsdp", "lora", "megatron-lora", "liger-masters"),
+    *("images", "frozen"),
+)
 FSDP = ("fsdp", "lora")
+LORA = ("lora", "megatron-lora")
 SEEING = ("images", "frozen")
 WARM_UP = 3
 GIB = 1 << 30
@@ -182,7 +186,7 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
             "train": {
                 **train,
                 **({"engine": "fsdp"} if side in FSDP else {"megatron": json.loads(args.megatron)}),
-                "lora": {"rank": 16} if side == "lora" else {},
+                "lora": {"rank": 16} if side in LORA else {},
                 "recompute": args.recompute,
                 "freeze": ["vision"] if side == "frozen" else [],
             },
@@ -384,7 +388,7 @@ def token_rows(args: argparse.Namespace) -> list[list[int]]:
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Return milliseconds, GiB and the ceiling of one side, in this process."""
-    side = anygauge_step if args.sides[0] in ("anygauge", *FSDP, *SEEING) else transformers_step
+    side = anygauge_step if args.sides[0] in ("anygauge", *FSDP, *LORA, *SEEING) else transformers_step
     with tempfile.TemporaryDirectory() as name:
         Path(name, "config.json").write_text(json.dumps(config_of(args)))
         with side(args, Path(name)) as step:
@@ -520,7 +524,7 @@ def operations(config: dict[str, Any], lengths: Sequence[int]) -> float:
 
 def operations_of(side: str, args: argparse.Namespace) -> float:
     """Return the operations of a step of a side, with those of the tower where it has one."""
-    total = operations(SHAPES[args.shape], args.lengths) * (2 / 3 if side == "lora" else 1)
+    total = operations(SHAPES[args.shape], args.lengths) * (2 / 3 if side in LORA else 1)
     if side not in SEEING:
         return total
     from anygauge_models.qwen3_vl.vision import flops

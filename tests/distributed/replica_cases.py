@@ -49,7 +49,7 @@ def ask_reference(config: Config, context: WorkerContext, case: dict[str, Any]) 
     (batch, *_) = steps(config, context, case)
     for number in range(4):
         if context.rank == 1 and number == 1:
-            engine._roles._kept["reference"][0].view(torch.int32).view(-1)[0] ^= 1
+            engine._roles._all._kept["reference"][0].view(torch.int32).view(-1)[0] ^= 1
         engine.log_probs(batch, temperature=0.8, role="reference")
 
 

@@ -1,4 +1,7 @@
-"""LoRA in whole runs: RL and SFT from the command line, resumed, and on one and two processes."""
+"""LoRA in whole runs: RL and SFT from the command line, resumed, and on one and two processes.
+
+Divided models are in ``tests/distributed/test_parallel_lora.py``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 SHARD = "model-00001-of-00001.safetensors"
-LORA = {"train__engine": "fsdp", "train__lora__rank": 4, "train__lr": 0.02, "placement__train_workers": 2}
+LORA = {"train__lora__rank": 4, "train__lr": 0.02, "placement__train_workers": 2}
 
 
 def metrics(root: Path) -> list[dict[str, Any]]:
@@ -66,9 +69,11 @@ def digits(response: str) -> float:
     return sum(character.isdigit() for character in response) / 4
 
 
-def test_an_rl_run_and_its_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_an_rl_run_and_its_resume(tmp_path: Path, engine: str) -> None:
     """Rollouts come from the merged weights, and the reference is the base."""
-    keys = {"reward__function": "digits", "algorithm__kl_coef": 0.01, "run__resume": True, "save__every": 2}
+    keys: dict[str, Any] = {"train__engine": engine}
+    keys |= {"reward__function": "digits", "algorithm__kl_coef": 0.01, "run__resume": True, "save__every": 2}
     for steps, export in ((3, "merged"), (4, "both")):
         observer = Rewarding()
         keys |= {"run__steps": steps, "train__optimizer_steps": 2, "train__lora__export": export}
@@ -79,13 +84,14 @@ def test_an_rl_run_and_its_resume(tmp_path: Path) -> None:
     steps_of_both = metrics(tmp_path)
     assert [step["train/step"] for step in steps_of_both] == [1, 2, 3, 4]
     assert steps_of_both[2]["train/kl_loss"] > 10 * steps_of_both[0]["train/kl_loss"] > 0
-    start_from_its_adapter(tmp_path)
+    start_from_its_adapter(tmp_path, engine)
 
 
-def start_from_its_adapter(root: Path) -> None:
+def start_from_its_adapter(root: Path, engine: str) -> None:
     """Check that the first rollouts of a run from an adapter have it, and that its reference does not."""
     (root / "run" / "hf" / "adapter").rename(root / "adapter")
     keys = {"reward__function": "digits", "algorithm__kl_coef": 0.01, "train__lora__rank": None}
+    keys |= {"train__engine": engine}
     observer = Rewarding()
     run_with_observer(
         tiny_recipe(root, **{**LORA, **keys, "train__lora__path": root / "adapter"}, run__name="next"),
@@ -95,7 +101,8 @@ def start_from_its_adapter(root: Path) -> None:
     assert observer.metrics[0]["train/kl_loss"] > 1e-3
 
 
-def test_an_sft_run_and_its_evaluation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["megatron", pytest.param("fsdp", marks=pytest.mark.fsdp)])
+def test_an_sft_run_and_its_evaluation(tmp_path: Path, engine: str) -> None:
     texts = ["What is 1+2? It is 3."]
     rows = [
         {
@@ -111,6 +118,7 @@ def test_an_sft_run_and_its_evaluation(tmp_path: Path) -> None:
         tmp_path,
         model={"tokenizer": tiny_tokenizer(tmp_path / "model", texts=texts)},
         **LORA,
+        train__engine=engine,
         run__task="sft",
         run__steps=3,
         data__train=[tmp_path / "chats.jsonl"],

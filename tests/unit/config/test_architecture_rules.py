@@ -264,6 +264,24 @@ def test_a_rate_without_biases_is_refused(
         load({}, ["--train.megatron.moe_router_bias_update_rate=0.1"])
 
 
+def test_adapters_need_a_text_model_whose_other_weights_stay(
+    load: Load, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load({}, ["--train.lora.rank=2"]).config
+    assert MEGATRON.check_model is not None
+    seeing = FAMILIES["qwen3_vl"]
+    [problem] = MEGATRON.check_model(config, "model.path", seeing, seeing.tiny())
+    assert "has adapters for models of text, and qwen3_vl has media" in problem.hint
+    biased = {"num_layers": 2, "num_moe_experts": 8, "moe_router_enable_expert_bias": True}
+    set_architecture(monkeypatch, plugins, lambda hf: biased)
+    rate = "--train.megatron.moe_router_bias_update_rate=0.1"
+    load({}, [rate])
+    with pytest.raises(
+        ConfigError, match=r"moe_router_bias_update_rate: .*change the weights below the adap"
+    ):
+        load({}, [rate, "--train.lora.rank=2"])
+
+
 def test_each_role_has_options_of_its_own_experts(
     load: Load, plugins: Plugins, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,12 +33,15 @@ ADAPTER = {
 }
 
 
-class Able:
-    """An engine that has LoRA."""
+class Engines:
+    """An engine that has LoRA, and one that has not."""
 
     @hookimpl
     def register_train_engines(self) -> Iterable[TrainEngineSpec]:
-        return [TrainEngineSpec(name="able", make=none, supports_lora=True)]
+        return [
+            TrainEngineSpec(name="able", make=none, supports_lora=True),
+            TrainEngineSpec(name="plain", make=none),
+        ]
 
 
 def none(config: object, context: object) -> None: ...
@@ -46,7 +49,7 @@ def none(config: object, context: object) -> None: ...
 
 @pytest.fixture(autouse=True)
 def able(plugins: Plugins) -> None:
-    plugins.register(Able(), "able")
+    plugins.register(Engines(), "engines")
 
 
 def write_adapter(directory: Path, **keys: Any) -> Path:
@@ -94,7 +97,11 @@ PROBLEMS: Iterable[tuple[list[str], str]] = (
         [*ABLE, "--train.lora.path=nowhere", "--debug.mode=rollout_only"],
         r"train.lora.path: .*no train engine merges it with debug.mode",
     ),
-    (["--train.lora.rank=8"], r"train.lora.rank: found 8 .*; .*'megatron' has no LoRA; these have: 'able'"),
+    (
+        ["--train.engine=plain", "--train.lora.rank=8"],
+        r"train.lora.rank: found 8 .*; .*'plain' has no LoRA; these have: 'able', 'megatron'",
+    ),
+    ([*RANK, '--train.freeze=["vision"]'], r"train.freeze: .*trains adapters alone: choose layers with"),
     ([*RANK, "--train.lora.rank=0"], r"train.lora.rank: .*greater than 0"),
     (
         [*ABLE, "--train.lora.alpha=8"],

@@ -295,11 +295,36 @@ def test_instances_are_as_the_ledger_says(
         "megatron.core.models.gpt.GPTModel.output_layer",
         "megatron.core.models.common.embeddings.LanguageModelEmbedding.word_embeddings",
         "megatron.core.tensor_parallel.VocabParallelEmbedding.weight",
+        *ADAPTED,
         "megatron.core.transformer.moe.moe_layer.MoELayer.token_dispatcher",
         # where several ranks share gradients: tests/unit/engines/test_reduction_check.py
         "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync",
         "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_grad_sync",
     }
+
+
+ADAPTED = {
+    "megatron.core.tensor_parallel.layers.ColumnParallelLinear": ["linear_fc1", "linear_qkv"],
+    "megatron.core.tensor_parallel.layers.RowParallelLinear": ["linear_fc2", "linear_proj"],
+    "megatron.core.models.common.embeddings.LanguageModelEmbedding": ["embedding"],
+}
+"""Modules with a hook where a model has adapters and recomputes its layers, by class."""
+
+
+def test_adapters_are_as_the_ledger_says(config: Config, context: WorkerContext) -> None:
+    lora = config.train.lora.model_copy(update={"rank": 2})
+    train = config.train.model_copy(update={"lora": lora, "recompute": "full"})
+    before = make_engine(config, context).policy.chunks[0]
+    chunk = make_engine(config.model_copy(update={"train": train}), context).policy.chunks[0]
+    hooked = {
+        (name.rpartition(".")[2], row)
+        for name, module in before.named_modules()
+        if len(chunk.get_submodule(name)._forward_hooks) > len(module._forward_hooks)
+        for row in ADAPTED
+        if row.rpartition(".")[2] in {base.__name__ for base in type(module).__mro__}
+    }
+    assert hooked == {(name, row) for row, names in ADAPTED.items() for name in names}
+    assert [name for name, _ in chunk.decoder.layers[0].mlp.linear_fc1.named_children()] == ["adapter"]
 
 
 def test_experts_are_as_the_ledger_says(config: Config, context: WorkerContext, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from anygauge.config import Config
 from anygauge.device import seed_everything
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.base import BaseEngine, check_finite
+from anygauge.engines.lora.roles import BaseRoles
 from anygauge.engines.megatron.checkpoints.checkpoint import Checkpointer
 from anygauge.engines.megatron.collective_check import check_collectives
 from anygauge.engines.megatron.consistency_check import check_configs_agree
@@ -74,12 +75,9 @@ class MegatronEngine(BaseEngine):
             path=self.policy.output_owner,
             forbidden=self.policy.forbidden,
         )
-        parameters = [parameter for chunk in self.policy.chunks for parameter in chunk.parameters()]
         self._biases = [r.expert_bias for r in routers(self.policy.chunks) if r.expert_bias is not None]
         self._biases_before: list[Tensor] = []
-        self._roles = RoleWeights(
-            [*parameters, *self._biases], self._synchronize_parameters, self._check_ranks_agree
-        )
+        self._roles = self._role_weights()
         self._routes = self._routing_store() if config.train.router_replay else None
         self._packed: MicroBatches | None = None
         """Micro-batches of the last batch, which its passes share."""
@@ -93,6 +91,21 @@ class MegatronEngine(BaseEngine):
         self._check_ranks_agree()
         self._replicas = self._replica_check()
 
+    def _role_weights(self) -> BaseRoles:
+        adapters = self.policy.adapters
+        owned = {id(parameter) for name, parameter in self.policy.tensors.items() if adapters.owns(name)}
+        parameters = [each for chunk in self.policy.chunks for each in chunk.parameters()]
+        base = [each for each in parameters if id(each) not in owned]
+        weights = self._role([*base, *self._biases])
+        trained: RoleWeights | None = weights
+        if adapters.layers:  # what is trained beside them may be of another stage: all ranks load it, or none
+            saved = [each for each in base if each.requires_grad]
+            trained = self._role(saved) if adapters.trains_others else None
+        return BaseRoles(adapters, self.config.model.path, weights, trained, self.policy.load)
+
+    def _role(self, parameters: Sequence[Tensor]) -> RoleWeights:
+        return RoleWeights(parameters, self._synchronize_parameters, self._check_ranks_agree)
+
     def _prepare_training(self) -> None:
         """Wrap the model for data parallelism, and make what updates and saves it."""
         policy, context = self.policy, self.context
@@ -101,7 +114,8 @@ class MegatronEngine(BaseEngine):
         self._reductions = ReductionCheck(self.chunks)
         self._weight_update = Update(self.optimizer, policy.options.optimizer.clip_grad, self.device)
         self.schedule = make_schedule(self.optimizer, self.config)
-        self._checkpoint = Checkpointer(policy, self.optimizer, self.schedule, context)
+        base = policy.adapters.description(str(self.config.model.path))
+        self._checkpoint = Checkpointer(policy, self.optimizer, self.schedule, context, base)
         self._check_saving()
 
     def _model_tensors(self) -> Iterator[Tensor]:
@@ -142,7 +156,7 @@ class MegatronEngine(BaseEngine):
 
     def _check_ranks_agree(self, role: str = "") -> None:
         directory = f"{role or 'model'}.path"
-        check_ranks_agree(self.policy.tensors, self.policy.rules, role, directory)
+        check_ranks_agree(self.policy.tensors, self.policy.all_rules, role, directory)
 
     def _check_collectives(self) -> None:
         check_collectives(self.device, self.chunks, self.optimizer)
@@ -151,7 +165,7 @@ class MegatronEngine(BaseEngine):
         options = self.policy.options
         return ReplicaCheck(
             self.policy.tensors,
-            self.policy.rules,
+            self.policy.all_rules,
             stored=self._model_tensors(),
             gradients=self._reduced_gradients(),
             is_sharded=options.ddp.use_distributed_optimizer,
@@ -302,7 +316,7 @@ class MegatronEngine(BaseEngine):
         """Keep host copies of another role's weights, read from a Hugging Face directory."""
         self._memory.need("everything", f"room for the weights of the {role}")
         with make_scope(self.context.device):
-            self._roles.keep(role, partial(self.policy.load, Path(path)))
+            self._roles.keep(role, Path(path))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under Hugging Face names."""
@@ -320,6 +334,11 @@ class MegatronEngine(BaseEngine):
         self._synchronize_parameters()
         weights = self.policy.weights(on_every_rank=False)
         return iter(weights), self.policy.options.transformer.params_dtype
+
+    def _write_adapter(self, target: Path) -> None:
+        policy = self.policy
+        self._synchronize_parameters()
+        policy.adapters.write(target, policy.adapter_weights(), self.config.model.path)
 
     def load_checkpoint(self, path: str) -> None:
         """Restore a checkpoint of :meth:`save_checkpoint`. A collective."""

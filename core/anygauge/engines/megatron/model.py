@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ from anygauge.distributed.layout import Layout
 from anygauge.engines.agreement import on_every_rank
 from anygauge.engines.hf_directory import open_tensors, read_config
 from anygauge.engines.media import freeze
+from anygauge.engines.megatron.checkpoints.shards import LocalTensor, held_tensors
 from anygauge.engines.megatron.config_fields import unknown_values
 from anygauge.engines.megatron.layers.embedding import replace_embeddings
-from anygauge.engines.megatron.layers.output import HiddenOutput, replace_output_layer
+from anygauge.engines.megatron.layers.output import HiddenOutput, output_owner, replace_output_layer
 from anygauge.engines.megatron.layers.provider import SpecProvider, complete
 from anygauge.engines.megatron.layers.spec import decoder_spec
 from anygauge.engines.megatron.layers.value_head import SCORE, ValueHead, ZeroFilled, value_model
+from anygauge.engines.megatron.lora import Adapters, Merged, add_adapters
 from anygauge.engines.megatron.media.model import Composer
 from anygauge.engines.megatron.media.towers import with_modalities
 from anygauge.engines.megatron.options import MegatronOptions, megatron_options
@@ -73,11 +75,12 @@ class Policy:
     hf: Mapping[str, Any]
     """The Hugging Face config."""
     rules: tuple[TensorRule, ...]
-    """Tensor rules of the whole model."""
+    """Tensor rules of the whole model, without adapters."""
     position: ShardPosition
     """Position of this rank in the groups that shard tensors."""
     fresh: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Shapes, by Hugging Face name, of what a checkpoint may lack; that starts at 0."""
+    adapters: Adapters = field(default_factory=Adapters)
 
     @property
     def rotary(self) -> Any:
@@ -104,6 +107,30 @@ class Policy:
         """This rank's parameters and persistent buffers, by canonical name."""
         return canonical_tensors(self.chunks, self.position.expert_rank)
 
+    @property
+    def all_rules(self) -> tuple[TensorRule, ...]:
+        """Return the rules of :attr:`tensors`, on any rank."""
+        return (*self.rules, *self.adapters.rules)
+
+    @property
+    def kept_rules(self) -> tuple[TensorRule, ...]:
+        """Return the rules of :meth:`kept`, on any rank."""
+        return self.adapters.trained_rules or self.rules
+
+    def held(self) -> list[LocalTensor]:
+        """Return this rank's tensors with their place in the whole ones."""
+        return held_tensors(self.chunks, self.tensors, self.all_rules, self.position)
+
+    def kept(self) -> list[LocalTensor]:
+        """Return those that a checkpoint has: all, or what is trained beside a frozen base."""
+        trained = {rule.canonical for rule in self.adapters.trained_rules}
+        return [each for each in self.held() if not trained or each.name in trained]
+
+    @property
+    def base_tensors(self) -> dict[str, Tensor]:
+        """This rank's tensors without those of adapters."""
+        return {name: tensor for name, tensor in self.tensors.items() if not self.adapters.owns(name)}
+
     def load(self, directory: Path) -> None:
         """Copy the weights of a Hugging Face directory into the model. A collective.
 
@@ -113,14 +140,14 @@ class Policy:
             unused = unused_prefixes(self.spec, self.hf)
             filled = ZeroFilled(source, self.fresh)
             tied = tied_weights(self.spec, self.hf)
-            load_weights(self.tensors, self.rules, filled, self.position, unused=unused, tied=tied)
+            load_weights(self.base_tensors, self.rules, filled, self.position, unused=unused, tied=tied)
 
     def weights(self, *, on_every_rank: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight, whole, under its Hugging Face name. A collective.
+        """Yield every weight, whole and merged with its adapter, under its Hugging Face name. A collective.
 
         :param on_every_rank: Or on rank 0 alone; the others get nothing, and must still iterate.
         """
-        stored = self._detached()
+        stored = Merged(self._detached(), self.adapters)
         if on_every_rank and self.position == ShardPosition():
             yield from hf_tensors((rule, stored[rule.canonical]) for rule in self.rules)
         else:
@@ -131,12 +158,18 @@ class Policy:
 
         A collective. Every rank iterates each of them, in order; ranks of other copies have no part in them.
         """
-        stored = self._detached()
+        stored = Merged(self._detached(), self.adapters)
         return {sender: self._gathering.sent_by(sender, stored) for sender in self._senders}
 
     @cached_property
     def _senders(self) -> list[int]:
         return all_gather_values(self._gathering.senders, _RANKS)[0]
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all that is trained beside a frozen base, as :meth:`weights` does on rank 0. A collective."""
+        tensors, rules = self._detached(), self.adapters.trained_rules
+        group = _replica_group(self.position)
+        yield from plan_gathering(tensors, rules, self.position, group).weights(tensors, on_every_rank=False)
 
     @cached_property
     def _gathering(self) -> Gathering:
@@ -251,15 +284,49 @@ def build_policy(
         replace_output_layer(chunk, ValueHead if is_critic else HiddenOutput, model.output_owner)
         replace_embeddings(chunk)
         freeze(chunk, config.train.freeze, _towers(spec, hf))
-    _mark_split(policy.tensors, policy.rules)
+    if config.train.lora.is_on:
+        policy = _with_adapters(policy, config)
+    _mark_split(policy.tensors, policy.all_rules)
     if load:
         policy.load(directory)
         if not is_critic:  # which leaves the policy's head out, and nothing else that the policy does not
             dtype, unused = options.transformer.params_dtype, spec.unused_weights(hf)
-            tell_what_is_lost(directory, policy.tensors, policy.rules, unused, dtype)
+            tell_what_is_lost(directory, policy.base_tensors, policy.rules, unused, dtype)
     for chunk in policy.chunks:
         chunk.to(device.torch_device)
+    if load and config.train.lora.is_on:
+        path = config.train.lora.path
+        policy.adapters.start(policy.held(), policy.position, seed=config.run.seed, path=path)
     return policy
+
+
+def _with_adapters(policy: Policy, config: Config) -> Policy:
+    """Add the adapters of ``[train.lora]`` to a model, and freeze all other weights."""
+    transformer = policy.options.transformer
+    adapters = add_adapters(
+        policy.chunks,
+        policy.tensors,
+        policy.rules,
+        policy.position,
+        config.train.lora,
+        tied=tied_weights(policy.spec, policy.hf),
+        sequence_parallel=transformer.sequence_parallel,
+    )
+    if transformer.recompute_granularity == "full":
+        for chunk in policy.chunks:
+            _let_gradients_pass(output_owner(chunk, policy.output_owner))
+    return replace(policy, adapters=adapters)
+
+
+def _let_gradients_pass(owner: Any) -> None:
+    """Have what a frozen embedding returns ask for a gradient.
+
+    Recomputed layers have none for their weights where their input has none.
+    """
+    if (embedding := getattr(owner, "embedding", None)) is not None:
+        embedding.register_forward_hook(
+            lambda module, inputs, output: output.requires_grad_() if torch.is_grad_enabled() else output
+        )
 
 
 def _composer(spec: ModelSpec, hf: Mapping[str, Any], kernels: KernelTable, config: Config) -> Composer:

@@ -78,6 +78,7 @@ def register_train_engines() -> list[TrainEngineSpec]:
             make_critic=_make_critic,
             make_forward_only=_make_frozen,
             supports_offload=True,
+            supports_lora=True,
             prepare=_prepare,
             preload=_preload,
             describe_model=describe_model,

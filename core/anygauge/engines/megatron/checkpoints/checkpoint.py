@@ -41,12 +41,12 @@ from anygauge.engines.checkpoint_files import (
     key,
     open_pieces,
 )
+from anygauge.engines.lora.base import check_base
 from anygauge.engines.megatron.checkpoints.shards import (
     MAIN,
     LocalTensor,
     Shard,
     TensorSlice,
-    held_tensors,
     kept_parts,
     optimizer_shards,
     part_state,
@@ -68,6 +68,7 @@ class Checkpointer(BackgroundSave):
     """Saves and restores the training state of one rank.
 
     :param policy: The model whose weights are trained.
+    :param base: Facts of the frozen base of its adapters; empty without adapters.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class Checkpointer(BackgroundSave):
         optimizer: MegatronOptimizer,
         schedule: OptimizerParamScheduler,
         context: WorkerContext,
+        base: Mapping[str, Any],
     ) -> None:
         super().__init__(context.device)
+        self._base = base
         self._policy = policy
         self._optimizer = optimizer
         self._schedule = schedule
@@ -88,18 +91,14 @@ class Checkpointer(BackgroundSave):
 
         :raises CheckpointError: A tensor, or what the optimizer keeps, has a form that no file has.
         """
-        for part, shard in kept_parts(self._held(), self._optimizer):
+        for part, shard in kept_parts(self._policy.kept(), self._optimizer):
             for kind, value in part_state(part, shard, joined=False)[0].items():
                 check_dtype(key(kind, part.held.name), value)
-
-    def _held(self) -> list[LocalTensor]:
-        policy = self._policy
-        return held_tensors(policy.chunks, policy.tensors, policy.rules, policy.position)
 
     def _copy(self, to_host: ToHost) -> tuple[RankFile, dict[str, Tensor]]:
         pieces: list[Piece] = []
         tensors: dict[str, Tensor] = {}
-        for part, shard in kept_parts(self._held(), self._optimizer):
+        for part, shard in kept_parts(self._policy.kept(), self._optimizer):
             state, scalars = part_state(part, shard)
             copied = {key(kind, part.held.name): value for kind, value in state.items()}
             tensors |= {name: to_host(name, value) for name, value in copied.items()}
@@ -123,6 +122,7 @@ class Checkpointer(BackgroundSave):
             schedule=self._schedule.state_dict(),
             groups=[group_settings(group) for group in self._optimizer.param_groups],
             rng=_rng_state(self._context.device),
+            base=self._base,
         )
         return description, tensors
 
@@ -146,7 +146,8 @@ class Checkpointer(BackgroundSave):
 
     def _check(self, reader: PieceReader) -> None:
         """Raise unless the checkpoint has all that this rank needs, in the form that it needs it."""
-        held = self._held()
+        check_base(self._base, reader.files[0].base)
+        held = self._policy.kept()
         self._check_model(reader, held)
         self._check_groups(reader)
         for each in held:
@@ -168,7 +169,7 @@ class Checkpointer(BackgroundSave):
     def _check_model(self, reader: PieceReader, held: Sequence[LocalTensor]) -> None:
         wanted = {each.name: each.region.shape for each in held}
         stored = reader.shapes
-        everywhere = {rule.canonical for rule in self._policy.rules} | wanted.keys()
+        everywhere = {rule.canonical for rule in self._policy.kept_rules} | wanted.keys()
         odd = everywhere ^ stored.keys() | {n for n in wanted if stored.get(n) != wanted[n]}
         if odd:
             first = min(odd)
@@ -200,12 +201,12 @@ class Checkpointer(BackgroundSave):
 
     def _apply(self, reader: PieceReader) -> None:
         """Change the engine; one parameter at a time is on the host."""
-        held = self._held()
+        held = self._policy.kept()
         for each in held:
             weight = _needed(reader.read(WEIGHT, *each.whole.key))
             each.tensor.detach().copy_(weight.view(each.tensor.shape))
         # Now, since gathering the weights afterwards would make them equal.
-        check_ranks_agree(self._policy.tensors, self._policy.rules, directory="the checkpoint")
+        check_ranks_agree(self._policy.tensors, self._policy.all_rules, directory="the checkpoint")
         for shard in optimizer_shards(held, self._optimizer):
             if shard.is_copy:
                 for part in shard.parts:

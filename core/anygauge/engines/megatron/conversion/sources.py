@@ -20,6 +20,7 @@ from anygauge.engines.megatron.conversion.dist_checkpoint import DistReader
 from anygauge.engines.megatron.conversion.paths import is_of_run
 from anygauge.engines.megatron.weights.mapping import TensorRule, set_problems, to_canonical
 from anygauge.engines.megatron.weights.stacks import straight
+from anygauge_hooks.errors import CheckpointError
 
 __all__ = [
     "CanonicalSource",
@@ -117,10 +118,15 @@ WeightSource = CanonicalSource | _HuggingFace
 def open_canonical(directory: Path) -> Iterator[CanonicalSource]:
     """Open a checkpoint of a run, or a dist-checkpoint.
 
-    :raises CheckpointError: It is torn.
+    :raises CheckpointError: It is torn, or has adapters alone.
     """
     if is_of_run(directory):
         with open_pieces(directory) as pieces:
+            if base := pieces.files[0].base:
+                raise CheckpointError(
+                    f"{directory} has adapters alone, of the weights of {base['path']}.",
+                    hint="Take the export of the run, hf/, which has the merged weights.",
+                )
             yield RunReader(pieces)
     else:
         yield DistReader(directory)

@@ -17,6 +17,7 @@ from torch import Tensor
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.megatron.weights.mapping import (
     SHOWN,
+    StackSource,
     TensorRule,
     TensorSource,
     canonical_shape,
@@ -140,7 +141,7 @@ def _wrongly_held(
             yield f"{rule.canonical}: held by {count} ranks, and {wanted * copies} should hold it"
 
 
-def read_shard(target: Tensor, rule: TensorRule, source: TensorSource, place: ShardPosition) -> None:
+def read_shard(target: Tensor, rule: TensorRule, source: StackSource, place: ShardPosition) -> None:
     """Write a rank's shard of a tensor, read from a checkpoint that has been checked."""
     declared = rule.declared
     ways, index, dim = place.ways(declared), place.index(declared), declared.split_dim or 0

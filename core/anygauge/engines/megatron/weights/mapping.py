@@ -202,17 +202,21 @@ def tied_problem(
 # -------------------------------------------------------------------------
 
 
-def to_canonical(rule: WeightRule, tensors: Sequence[Tensor], ways: int = 1) -> Tensor:
+def to_canonical(rule: WeightRule, tensors: Sequence[Tensor], ways: int = 1, dim: int = 0) -> Tensor:
     """Return the canonical tensor of a rule, or one rank's shard of it from that rank's shares.
 
     :param tensors: The Hugging Face tensors, in the rule's order.
     :param ways: Number of shards.
+    :param dim: Dimension of the rows; not 0 for outputs of the layers that have the tensors.
     """
     if rule.transform == "interleave":
         groups = rule.groups // ways
-        parts = [part for number, each in enumerate(tensors) for part in _split(rule, number, each, ways)]
-        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
-    return torch.cat(list(tensors)) if rule.transform == "concat" else tensors[0]
+        parts = [
+            part for number, each in enumerate(tensors) for part in _split(rule, number, each, ways, dim)
+        ]
+        rows = torch.cat([part.unflatten(dim, (groups, -1)) for part in parts], dim + 1)
+        return rows.flatten(dim, dim + 1)
+    return torch.cat(list(tensors), dim) if rule.transform == "concat" else tensors[0]
 
 
 def from_canonical(rule: WeightRule, tensor: Tensor) -> list[Tensor]:
@@ -253,8 +257,8 @@ def hf_tensors(canonical: Iterable[tuple[TensorRule, Tensor]]) -> Iterator[tuple
             yield from zip(rule.hf, stacks, strict=True)
 
 
-def _split(rule: WeightRule, number: int, tensor: Tensor, ways: int) -> Sequence[Tensor]:
-    return tensor.split([size // ways for size in part_sizes(rule, number, tensor.shape[0] * ways)])
+def _split(rule: WeightRule, number: int, tensor: Tensor, ways: int, dim: int) -> Sequence[Tensor]:
+    return tensor.split([size // ways for size in part_sizes(rule, number, tensor.shape[dim] * ways)], dim)
 
 
 def canonical_shape(rule: TensorRule, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
