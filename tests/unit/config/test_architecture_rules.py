@@ -271,7 +271,7 @@ def test_adapters_need_a_text_model_whose_other_weights_stay(
     assert MEGATRON.check_model is not None
     seeing = FAMILIES["qwen3_vl"]
     [problem] = MEGATRON.check_model(config, "model.path", seeing, seeing.tiny())
-    assert "has adapters for models of text, and qwen3_vl has media" in problem.hint
+    assert "has adapters for models of text, and this has towers (visual)" in problem.hint
     biased = {"num_layers": 2, "num_moe_experts": 8, "moe_router_enable_expert_bias": True}
     set_architecture(monkeypatch, plugins, lambda hf: biased)
     rate = "--train.megatron.moe_router_bias_update_rate=0.1"

@@ -57,7 +57,7 @@ def check_model(config: Any, key: str, spec: ModelSpec, hf: Mapping[str, Any]) -
         yield from _expert_options(table, options, key, architecture)
     if role == "model":
         yield from _router_replay(config, architecture)
-        yield from _lora(config, key, spec)
+        yield from _lora(config, key, spec, hf)
         yield from _levels(config, spec, hf)
 
 
@@ -93,14 +93,15 @@ def model_problems(sizes: Parallel, architecture: Mapping[str, Any], options: Ma
         yield from _uneven(sizes, layers, {name: options[name] for name in _ENDS if name in options})
 
 
-def _lora(config: Config, key: str, spec: ModelSpec) -> Problems:
+def _lora(config: Config, key: str, spec: ModelSpec, hf: Mapping[str, Any]) -> Problems:
     """Yield a model that cannot have adapters, and what would change the weights below them."""
     if not config.train.lora.is_on:
         return
-    if spec.media is not None:
+    if spec.media is not None and (towers := spec.media.towers(hf)):
+        names = ", ".join(tower.name for tower in towers)
         hint = (
-            f"train.engine = 'megatron' has adapters for models of text, and {spec.name} has media: leave "
-            "train.lora out, or set train.engine = 'fsdp'"
+            f"train.engine = 'megatron' has adapters for models of text, and this has towers ({names}): "
+            "leave train.lora out, or set train.engine = 'fsdp'"
         )
         yield ConfigProblem(path=key, found=str(config.model.path), hint=hint)
     if rate := config.train.megatron.get(_BIAS_RATE):
