@@ -57,7 +57,16 @@ def finished(
         for role in ("actor", "reference")
     }
     learning = [name for name, tensor in engine.policy.tensors.items() if tensor.requires_grad]
-    return {"before": before, "last": metrics, "after": weights(actor), "learning": learning, **said}
+    after = weights(actor)
+    sent = [each for part in engine.weights_by_sender().values() for each in part]
+    return {
+        "before": before,
+        "last": metrics,
+        "after": after,
+        "sent": {name: tensor.clone() for name, tensor in sent},
+        "learning": learning,
+        **said,
+    }
 
 
 def steps(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:

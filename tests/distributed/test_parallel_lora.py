@@ -89,6 +89,8 @@ def check_steps(results: list[Any], expected: Any) -> None:
                 assert step == pytest.approx(wanted, rel=2e-5, abs=1e-5)
         assert_close(result["before"], expected["before"])
         assert_close(result["after"], expected["after"])
+    sent = {name: tensor for result in results for name, tensor in result["sent"].items()}
+    assert_close(sent, results[0]["after"], atol=0)
     for role in ("actor", "reference"):
         said = {key: value for result in results for key, value in result[role].items()}
         assert_close(said, expected[role], atol=1e-4)
