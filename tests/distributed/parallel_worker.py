@@ -72,16 +72,23 @@ def make_config(case: dict[str, Any]) -> Config:
     )
 
 
-def make_samples(vocab: int, count: int, longest: int) -> list[TrainSample]:
-    """Return samples of many lengths, some of which no number of ranks divides."""
+def make_samples(vocab: int, count: int, longest: int, group: int = 1) -> list[TrainSample]:
+    """Return samples of many lengths, some of which no number of ranks divides.
+
+    :param group: Samples in succession that have the same prompt.
+    """
     generator = torch.Generator().manual_seed(0)
     samples = []
     for index in range(count):
         length = 3 + int(torch.randint(longest - 2, (), generator=generator))
         response = 1 + int(torch.randint(length - 1, (), generator=generator))
+        tokens = torch.randint(0, vocab, (length,), generator=generator).tolist()
+        if index % group:
+            first = samples[-1]
+            tokens[:-response] = first.tokens[: -first.response_length]
         samples.append(
             TrainSample(
-                tokens=torch.randint(0, vocab, (length,), generator=generator).tolist(),
+                tokens=tokens,
                 response_length=response,
                 loss_mask=[int(place % 5 != 3) for place in range(response)],
                 rollout_log_probs=[-2.5] * response,
@@ -103,9 +110,14 @@ def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[
     """
     actor = ActorWorker(config, context)
     layout = layout_of(config)
-    samples = make_samples(case["vocab"], case.get("samples", 9), case.get("longest", 24))
+    counts = case.get("samples", 9), case.get("longest", 24), case.get("group", 1)
+    samples = make_samples(case["vocab"], *counts)
     shares = batches.plan_samples(
-        samples, case.get("steps", 3), layout.data, config.algorithm.loss_aggregation
+        samples,
+        case.get("steps", 3),
+        layout.data,
+        config.algorithm.loss_aggregation,
+        packs_prefixes=config.train.packs_prefixes,
     )
     mine = shares[layout.dp_rank(context.rank)]
     before = batches.split(mine, actor.trainer.log_probs(mine, temperature=0.8))
@@ -119,6 +131,7 @@ def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[
         "after": dict(zip(tokens, after, strict=True)),
         "weights": weights,
         "division": division(actor.trainer),
+        "packed_tokens": sum(plan.inputs["input_ids"].numel() for plan in actor.trainer._packed.plans),
         "whereabouts": whereabouts(actor.trainer),
     }
 

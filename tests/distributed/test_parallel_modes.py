@@ -281,6 +281,19 @@ def test_divided_experts_train_like_whole_ones(crew: Any, make_model: Any, alone
     assert_divided(found, alone("experts"), parallel, train)
 
 
+@pytest.mark.parametrize(
+    "parallel", [{"tensor": 2}, {"expert": 2, "pipeline": 2}], ids=["tp2-dp2", "ep2-pp2"]
+)
+def test_divided_models_pack_prefixes(crew: Any, make_model: Any, parallel: dict[str, Any]) -> None:
+    """Groups of four, of which each of two optimizer steps has two samples."""
+    case: dict[str, Any] = {"samples": 12, "group": 4, "steps": 2}
+    (alone,) = train_model(crew, make_model, "experts", 1, **case)
+    train = {"prefix_packing": True}
+    found = train_model(crew, make_model, "experts", 4, parallel=parallel, train=train, **case)
+    assert_same(found, alone)
+    assert all(result["packed_tokens"] < sum(map(len, result["after"])) for result in found)
+
+
 @pytest.fixture
 def whole(make_model: Any, tmp_path: Path) -> Path:
     """Return a model with tied embeddings, of which the last stage has a copy, for the family of its own."""

@@ -35,7 +35,7 @@ HARMLESS = (
 )
 """Sections and keys that change nothing of what a step computes, unless :func:`_effect` says so."""
 ROUNDING = (
-    *("train.micro_batch_tokens", "train.recompute", "train.fused_loss"),
+    *("train.micro_batch_tokens", "train.prefix_packing", "train.recompute", "train.fused_loss"),
     *("rollout.max_batch_tokens", "rollout.enforce_eager"),
     *("placement.train_workers", "placement.threads_per_worker", "placement.rollout_workers"),
     "placement.colocated",

@@ -12,8 +12,9 @@ from statistics import fmean
 import torch
 
 from anygauge.algorithms.aggregation import Aggregation, split_steps, token_weights
-from anygauge.data.balance import alike, balance, free, imbalance, media_costs, sequence_costs
+from anygauge.data.balance import alike, free, imbalance, media_costs, sequence_costs
 from anygauge.data.batch import pack_samples, response_rows, select
+from anygauge.data.prompts import balance_groups, group_by_prompt, prompt_lengths, shared_costs
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import Media
@@ -96,6 +97,8 @@ def plan_steps(
     flops_per_token: Callable[[int], float] = alike,
     max_length: int = 1,
     media_flops: Callable[[Media], float] = free,
+    *,
+    packs_prefixes: bool = False,
 ) -> list[TrainBatch]:
     """Divide samples among optimizer steps, and each step among ranks by what a model computes for them.
 
@@ -106,6 +109,7 @@ def plan_steps(
     :param flops_per_token: From the length of a sequence to the forward operations of one of its tokens.
     :param max_length: Most tokens that a response may have, which ``"constant_length"`` divides by.
     :param media_flops: The forward operations of a tower over a medium.
+    :param packs_prefixes: Whether a rank computes a prompt once for its samples: they are kept together then.
     :returns: The batch of each rank; no step of one is empty. There are fewer steps than asked for if there
         are fewer samples.
     :raises RolloutError: There is no sample.
@@ -118,6 +122,7 @@ def plan_steps(
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     idle: list[list[int]] = [[] for _ in range(num_ranks)]
     token_costs = sequence_costs(batch.lengths, flops_per_token)
+    prompt_costs = sequence_costs(prompt_lengths(batch), flops_per_token)
     for drawn in _split(batch.rollouts, num_steps):
         rows = response_rows(batch.response_lengths, drawn)
         lengths, rollouts = (
@@ -128,11 +133,17 @@ def plan_steps(
         shortest = min(drawn, key=batch.lengths.__getitem__)
         samples = drawn + [shortest] * (num_ranks - len(drawn))
         costs = token_costs[samples] + media_costs([batch.media[n] for n in samples], media_flops)
-        for rank, places in enumerate(balance(costs, num_ranks)):
+        groups = _groups(batch, samples, packs_prefixes)
+        for rank, places in enumerate(balance_groups(costs, prompt_costs[samples], groups, num_ranks)):
             ranks[rank].append([samples[place] for place in places])
             idle[rank].append(sum(place >= len(drawn) for place in places))
     whole = replace(batch, loss_weights=weights)
     return [_of_rank(whole, *own) for own in zip(ranks, idle, strict=True)]
+
+
+def _groups(batch: TrainBatch, samples: Sequence[int], packs_prefixes: bool) -> list[list[int]]:
+    """Return the places of samples that are computed together; each alone where prompts are not shared."""
+    return group_by_prompt(batch, samples) if packs_prefixes else [[place] for place in range(len(samples))]
 
 
 def _split(rollouts: Sequence[int], num_steps: int) -> list[list[int]]:
@@ -164,6 +175,8 @@ def plan_metrics(
     batches: Sequence[TrainBatch],
     flops_per_token: Callable[[int], float],
     media_flops: Callable[[Media], float] = free,
+    *,
+    packs_prefixes: bool = False,
 ) -> dict[str, float]:
     """Return how evenly the ranks work.
 
@@ -172,9 +185,13 @@ def plan_metrics(
     costs = []
     for batch in batches:
         token_costs = sequence_costs(batch.lengths, flops_per_token)
-        steps = [slice(*bounds) for bounds in pairwise(accumulate(batch.steps, initial=0))]
-        media = [media_costs(batch.media[step], media_flops) for step in steps]
-        costs.append([(token_costs[step] + own).sum() for step, own in zip(steps, media, strict=True)])
+        prompt_costs = sequence_costs(prompt_lengths(batch), flops_per_token)
+        own = []
+        for step in (range(*bounds) for bounds in pairwise(accumulate(batch.steps, initial=0))):
+            groups = _groups(batch, step, packs_prefixes)
+            of_step = shared_costs(token_costs[step], prompt_costs[step], groups)
+            own.append((of_step + media_costs(batch.media[step.start : step.stop], media_flops)).sum())
+        costs.append(own)
     return {
         "train/idle_samples": sum(map(sum, (batch.idle for batch in batches))),
         "perf/train_imbalance": fmean(imbalance(step) for step in zip(*costs, strict=True)),

@@ -109,9 +109,9 @@ def unpack_samples(batch: TrainBatch) -> list[TrainSample]:
     ]
 
 
-def plan_samples(samples: Sequence[TrainSample], *arguments: Any) -> list[TrainBatch]:
+def plan_samples(samples: Sequence[TrainSample], *arguments: Any, **options: Any) -> list[TrainBatch]:
     """Return the batch of each rank; the arguments are those of ``plan_steps``."""
-    return plan_steps(make_batch(samples), *arguments)
+    return plan_steps(make_batch(samples), *arguments, **options)
 
 
 def log_probs(engine: Any, samples: Sequence[TrainSample], **options: Any) -> list[Tensor]:

@@ -157,6 +157,9 @@ NO_LOSS: Mapping[str, Mapping[str, str]] = {
     },
     "divides the work, or trades memory for time: no number depends on it": {
         "train.micro_batch_tokens": f"{ENGINE}result_does_not_depend_on_micro_batches",
+        "train.prefix_packing": (
+            "tests/unit/engines/test_prefix_packing.py::test_a_shared_prompt_changes_nothing"
+        ),
         "train.recompute": f"{ENGINE}gradients_equal_transformers",
         "train.replica_check_every": "tests/distributed/test_parallel_replicas.py",
         "train.fused_loss": (

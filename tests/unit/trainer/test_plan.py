@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anygauge.data.balance import split_evenly
+from anygauge.config import Config
+from anygauge.data.balance import alike, free, split_evenly
 from anygauge.data.batch import mini_batches
-from anygauge.trainer.loop import are_any_scored
+from anygauge.trainer.loop import are_any_scored, start_training
 from anygauge.trainer.plan import conversation_batch, plan_metrics, plan_steps, rollout_batch, sample_seeds
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.errors import DataError, RolloutError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample
-from anygauge_tests.batches import TrainSample, plan_samples, split, unpack_samples
+from anygauge_tests.batches import TrainSample, make_batch, plan_samples, split, unpack_samples
 
 
 def make_sample(reward: float, length: int) -> Sample:
@@ -206,6 +209,44 @@ def test_ranks_are_even_in_what_a_model_computes() -> None:
     assert sorted(len(batch.lengths) for batch in by_work) == [1, 3]
     metrics = plan_metrics(by_work, lambda length: 1.0 + length**2)
     assert metrics == {"train/idle_samples": 0, "perf/train_imbalance": pytest.approx(222 / 156)}
+
+
+def test_ranks_have_whole_groups_where_a_prompt_is_computed_once() -> None:
+    samples = [make_train_sample(group, 3) for group in (5, 6) for _ in range(3)]
+    assert len(set(firsts(plan_samples(samples, 1, 2, "token_mean")[0]))) == 2
+    plan = plan_samples(samples, 1, 2, "token_mean", packs_prefixes=True)
+    assert sorted(map(firsts, plan)) == [[5] * 3, [6] * 3]
+    long = [make_train_sample(5, 8)] * 2, [make_train_sample(7, 6), make_train_sample(6, 6)]
+    apart = [plan_samples(each, 1, 1, "token_mean")[0] for each in long]
+    # 1 + 8 + 8 tokens and 7 + 7
+    metrics = plan_metrics(apart, lambda length: 1.0, packs_prefixes=True)
+    assert metrics["perf/train_imbalance"] == pytest.approx(17 / 15.5)
+
+
+@pytest.mark.parametrize(("packing", "imbalance"), [(False, 16 / 14), (True, 13 / 11.5)])
+def test_a_run_plans_for_its_prefix_packing(packing: bool, imbalance: float) -> None:
+    """Four samples of one token and a response of three, and three: 13 and 10 tokens, or 16 and 12."""
+    config = Config.model_validate(
+        {
+            "run": {"name": "test", "steps": 1},
+            "model": {"path": "none"},
+            "data": {"train": []},
+            "reward": {"function": "none"},
+            "train": {"prefix_packing": packing},
+        }
+    )
+    sent: list[list[int]] = []
+    workers = SimpleNamespace(
+        call_async=lambda *_, per_rank, **__: sent.extend(firsts(batch) for (batch,), _ in per_rank)
+    )
+    layout = SimpleNamespace(data=2, dp_ranks=lambda: [0, 1])
+    session = SimpleNamespace(layout=layout, workers=workers)
+    loop: Any = SimpleNamespace(config=config, session=session, flops_per_token=alike, media_flops=free)
+    training = start_training(
+        loop, 1, make_batch([make_train_sample(group, 3) for group in (5, 5, 5, 5, 6, 6, 6)])
+    )
+    assert (sorted(sent) == [[5] * 4, [6] * 3]) is packing
+    assert training.planned["perf/train_imbalance"] == pytest.approx(imbalance)
 
 
 def test_a_step_of_nothing_is_refused() -> None:

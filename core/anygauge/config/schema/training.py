@@ -101,6 +101,9 @@ class Train(Section):
     micro_batch_tokens: Positive = 16_384
     """Most tokens in one packed micro-batch; a longer sample is alone in its own. Under context parallelism
     it counts whole sequences, of which each rank gets its part."""
+    prefix_packing: bool = False
+    """Compute the prompt of a group once for all of its samples in a micro-batch. No effect with the FSDP
+    engine, context parallelism, router replay, media and layers with a recurrent state."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
@@ -144,3 +147,9 @@ class Train(Section):
     megatron: dict[str, Any] = {}
     """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig. Those that
     would change nothing here are refused with the reason."""
+
+    @property
+    def packs_prefixes(self) -> bool:
+        """Whether prefix packing has an effect, as far as that does not depend on the model."""
+        takes_effect = self.engine == "megatron" and self.parallel.context == 1 and not self.router_replay
+        return self.prefix_packing and takes_effect

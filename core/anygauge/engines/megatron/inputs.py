@@ -22,6 +22,7 @@ from torch import Tensor
 from anygauge.data.balance import alike, media_costs, sequence_costs
 from anygauge.data.batch import ranges, response_rows, starts
 from anygauge.data.packing import pack_by_cost
+from anygauge.data.prompts import group_by_prompt, pack_groups, pack_prefixes, prompt_lengths
 from anygauge.device import on_device
 from anygauge.engines.media import media_positions
 from anygauge.engines.megatron.layers.context_parallel import Cut, SequenceParts, cut_sequences
@@ -105,6 +106,8 @@ def micro_batches(
     count: Callable[[int], int] = int,
     flops_per_token: Callable[[int], float] = alike,
     media: StageReader | None = None,
+    *,
+    packs_prefixes: bool = False,
 ) -> MicroBatches:
     """Pack samples into micro-batches of at most ``max_tokens`` tokens that take about the same time.
 
@@ -113,6 +116,8 @@ def micro_batches(
     :param count: From the number of micro-batches that this rank needs to the number that it must have.
     :param flops_per_token: From the length of a sequence to the forward operations of one of its tokens.
     :param media: Where the model's media come from; ``None`` for a model of text.
+    :param packs_prefixes: Whether a micro-batch holds the prompt of several samples once. Not with media or
+        under context parallelism.
     :raises DataError: A sample has no response, or nothing before it.
     """
     check_responses(batch)
@@ -123,10 +128,14 @@ def micro_batches(
         costs = costs + media_costs(batch.media, partial(media.spec.flops, media.hf))
     sequences = batch.tokens.long().split(list(batch.lengths))
     masks = batch.loss_mask.split(list(batch.response_lengths))
-    plans = [
-        _pack(batch, sequences, masks, indices or [shortest], cut, media, is_idle=not indices)
-        for indices in pack_by_cost(lengths, costs, max_tokens, count)
-    ]
+    if packs_prefixes:
+        prompts, groups = prompt_lengths(batch), group_by_prompt(batch)
+        prompt_costs = sequence_costs(prompts, flops_per_token)
+        bins = pack_groups(lengths, prompts, costs, prompt_costs, groups, max_tokens, count)
+    else:
+        bins = pack_by_cost(lengths, costs, max_tokens, count)
+    pack = partial(_pack, batch, sequences, masks, cut=cut, media=media, packs_prefixes=packs_prefixes)
+    plans = [pack(indices or [shortest], is_idle=not indices) for indices in bins]
     return MicroBatches(batch, plans, partial(_load, rotary=rotary, device=device, media=media))
 
 
@@ -135,17 +144,20 @@ def _pack(
     sequences: Sequence[Tensor],
     masks: Sequence[Tensor],
     indices: Sequence[int],
+    *,
     cut: Cut,
     media: StageReader | None,
-    *,
+    packs_prefixes: bool,
     is_idle: bool,
 ) -> MicroBatch:
     chosen = [sequences[i] for i in indices]
     lengths, responses = [len(each) for each in chosen], [batch.response_lengths[i] for i in indices]
-    shown, tokens, parts = [batch.media[i] for i in indices], torch.cat(chosen), cut_sequences(lengths, cut)
+    shown, tokens = [batch.media[i] for i in indices], torch.cat(chosen)
+    groups = group_by_prompt(batch, indices) if packs_prefixes else ()
+    parts, token_rows = _layout(lengths, responses, groups, cut)
     learnt = [not is_idle and bool(masks[i].any()) for i in indices]
     positions = None if media is None else media_positions(chosen, shown, media)
-    rows, targets, local_responses = _responses(tokens, lengths, responses, parts)
+    rows, targets, local_responses = _responses(tokens, lengths, responses, parts, token_rows)
     return MicroBatch(
         indices=indices,
         sequences=chosen,
@@ -153,12 +165,32 @@ def _pack(
         responses=response_rows(batch.response_lengths, indices),
         media=shown,
         parts=parts,
-        inputs=model_inputs(tokens, lengths, parts, learnt, positions),
+        inputs=model_inputs(tokens, lengths, parts, learnt, positions, token_rows),
         rows=rows,
         targets=targets,
         local_responses=local_responses,
         is_idle=is_idle,
     )
+
+
+def _layout(
+    lengths: Sequence[int], responses: Sequence[int], groups: Sequence[Sequence[int]], cut: Cut
+) -> tuple[SequenceParts, Tensor]:
+    """Return how the tokens of samples are packed and divided, and which packed row each of them is.
+
+    :param groups: Places of samples whose prompt is packed once; where no two share one, all are whole.
+    """
+    if not 0 < len(groups) < len(lengths):
+        parts = cut_sequences(lengths, cut)
+        return parts, _token_rows(lengths, parts)
+    prompts = [length - own for length, own in zip(lengths, responses, strict=True)]
+    packed = pack_prefixes(lengths, prompts, groups)
+    return cut_sequences(packed.lengths, cut).attending(packed.key_lengths, packed.key_rows), packed.rows
+
+
+def _token_rows(lengths: Sequence[int], parts: SequenceParts) -> Tensor:
+    """Return which packed row each token is, ``[T]``, without the padding between sequences."""
+    return ranges(starts(parts.lengths)[: len(lengths)], lengths)
 
 
 def _load(
@@ -182,11 +214,15 @@ def _load(
 
 
 def _responses(
-    tokens: Tensor, lengths: Sequence[int], responses: Sequence[int], parts: SequenceParts
+    tokens: Tensor,
+    lengths: Sequence[int],
+    responses: Sequence[int],
+    parts: SequenceParts,
+    token_rows: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return rows, targets and local responses of a micro-batch."""
-    targets = tokens.index_select(0, before_responses(lengths, responses) + 1)
-    rows = before_responses(lengths, responses, starts(parts.lengths)[: len(lengths)])
+    before = before_responses(lengths, responses)
+    targets, rows = tokens.index_select(0, before + 1), token_rows.index_select(0, before)
     if parts.is_whole:
         return rows, targets, None
     rows = parts.local(rows)
@@ -200,6 +236,7 @@ def model_inputs(
     parts: SequenceParts | None = None,
     learnt: Sequence[bool] = (),
     media_positions: Tensor | None = None,
+    token_rows: Tensor | None = None,
 ) -> dict[str, Any]:
     """Return the keyword arguments of the model for this rank's part of packed sequences, on the host.
 
@@ -209,13 +246,16 @@ def model_inputs(
     :param learnt: Whether anything is learnt from each sequence; all are, if nothing is said. The others
         count as padding.
     :param media_positions: ``[3, T]``, int64, where media have positions of their own.
+    :param token_rows: ``[T]``, int64: which packed row each token is; tokens of a shared prompt are the same.
+        ``None`` where the sequences follow each other.
     """
     parts = parts or cut_sequences(lengths, WHOLE)
-    positions = ranges(torch.zeros(len(parts.lengths), dtype=torch.int64), parts.lengths)
-    real = ranges(starts(parts.lengths)[: len(lengths)], lengths)
-    padded = tokens.new_zeros(sum(parts.lengths)).index_copy_(0, real, tokens)
+    token_rows = _token_rows(lengths, parts) if token_rows is None else token_rows
+    padded = tokens.new_zeros(sum(parts.lengths)).index_copy_(0, token_rows, tokens)
+    positions = _positions(parts.lengths)
     if media_positions is not None:
-        positions = positions.repeat(3, 1).index_copy_(1, real, media_positions)
+        positions = positions.repeat(3, 1)
+    positions.index_copy_(-1, token_rows, _positions(lengths) if media_positions is None else media_positions)
     boundaries = torch.tensor([0, *accumulate(parts.lengths)], dtype=torch.int32)
     return {
         "input_ids": padded.index_select(0, parts.own_rows)[None],
@@ -228,22 +268,27 @@ def model_inputs(
             max_seqlen_q=max(parts.lengths),
             max_seqlen_kv=max(parts.lengths),
             lengths=parts.own_lengths,
-            key_lengths=None if parts.is_whole else parts.key_lengths,
-            key_rows=None if parts.is_whole else parts.key_rows,
+            key_lengths=None if parts.is_self_contained else parts.key_lengths,
+            key_rows=None if parts.is_self_contained else parts.key_rows,
             parts=parts,
-            padding=_padding(lengths, parts, learnt),
+            counts=_counts(lengths, parts, learnt, token_rows),
         ),
     }
 
 
-def _padding(lengths: Sequence[int], parts: SequenceParts, learnt: Sequence[bool]) -> Tensor | None:
+def _positions(lengths: Sequence[int]) -> Tensor:
+    """Return the positions of tokens in their sequences."""
+    return ranges(torch.zeros(len(lengths), dtype=torch.int64), lengths)
+
+
+def _counts(
+    lengths: Sequence[int], parts: SequenceParts, learnt: Sequence[bool], token_rows: Tensor
+) -> Tensor | None:
+    """Return how many sequences that something is learnt from each of this rank's tokens belongs to."""
     counted = [length if each else 0 for length, each in zip(lengths, learnt, strict=bool(learnt))]
-    counted = counted or list(lengths)
-    if sum(counted) == sum(parts.lengths):
-        return None
-    padding = torch.ones(sum(parts.lengths), dtype=torch.bool)
-    padding.index_fill_(0, ranges(starts(parts.lengths)[: len(lengths)], counted), 0)
-    return padding.index_select(0, parts.own_rows)
+    rows = token_rows.index_select(0, ranges(starts(lengths), counted or list(lengths)))
+    counts = torch.zeros(sum(parts.lengths), dtype=torch.int64).index_add_(0, rows, torch.ones_like(rows))
+    return None if bool((counts == 1).all()) else counts.index_select(0, parts.own_rows)
 
 
 def inputs_on_device(
@@ -261,7 +306,7 @@ def inputs_on_device(
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
         key_rows=None if packing.key_rows is None else on_device(packing.key_rows, device),
-        padding=None if packing.padding is None else on_device(packing.padding, device),
+        counts=None if packing.counts is None else on_device(packing.counts, device),
         cos=cos,
         sin=sin,
         routes=routes,

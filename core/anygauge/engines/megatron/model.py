@@ -29,6 +29,7 @@ from anygauge.engines.media import freeze
 from anygauge.engines.megatron.checkpoints.shards import LocalTensor, held_tensors
 from anygauge.engines.megatron.config_fields import unknown_values
 from anygauge.engines.megatron.layers.embedding import replace_embeddings
+from anygauge.engines.megatron.layers.modules import CoreAttention
 from anygauge.engines.megatron.layers.output import HiddenOutput, output_owner, replace_output_layer
 from anygauge.engines.megatron.layers.provider import SpecProvider, complete
 from anygauge.engines.megatron.layers.spec import decoder_spec
@@ -96,6 +97,18 @@ class Policy:
     def has_towers(self) -> bool:
         """Return whether the model has towers, on its first stage."""
         return bool(_towers(self.spec, self.hf))
+
+    @property
+    def can_pack_prefixes(self) -> bool:
+        """Return whether samples can share a prompt: a model of text, whose layers all have our attention."""
+        kinds = megatron_model(self.spec).layers(self.hf)
+        has_attention = all(kind.attention != "gated_delta" and kind.build is None for kind in kinds)
+        modules = (named for chunk in self.chunks for named in chunk.named_modules())
+        # a provider's own need not know of keys that lie elsewhere
+        is_ours = all(
+            isinstance(module, CoreAttention) for name, module in modules if name.endswith(".core_attention")
+        )
+        return has_attention and is_ours and not self.has_towers
 
     @property
     def forbidden(self) -> Sequence[int]:

@@ -9,7 +9,7 @@ kernel sees for each chunk of queries the keys up to its end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -61,7 +61,8 @@ class SequenceParts:
     own_lengths: tuple[int, ...]
     """Lengths of this rank's chunks, in the order of its tokens."""
     key_lengths: tuple[int, ...]
-    """Number of keys that each chunk attends to: its sequence up to the end of the chunk."""
+    """Number of keys that each chunk attends to: its sequence up to the end of the chunk, with a prompt that
+    it shares."""
     own_rows: Tensor
     """``[T / C]``: which rows of the packed sequences this rank's tokens are."""
     whole_rows: Tensor
@@ -73,6 +74,22 @@ class SequenceParts:
     def is_whole(self) -> bool:
         """Whether this rank has every token."""
         return len(self.own_rows) == len(self.whole_rows)
+
+    @property
+    def is_self_contained(self) -> bool:
+        """Whether each sequence attends to itself alone, and lies whole on this rank."""
+        return self.is_whole and self.key_lengths == self.own_lengths
+
+    def attending(self, key_lengths: tuple[int, ...], key_rows: Tensor) -> SequenceParts:
+        """Return the same with sequences that attend to others too; not under context parallelism.
+
+        :param key_lengths: Number of keys of each sequence but the one that is padding alone.
+        :param key_rows: ``[sum(key_lengths)]``, which rows of the packed sequences these are.
+        """
+        assert self.is_whole
+        padding = self.lengths[len(key_lengths) :]
+        rows = self.own_rows[len(self.own_rows) - sum(padding) :]
+        return replace(self, key_lengths=(*key_lengths, *padding), key_rows=torch.cat((key_rows, rows)))
 
     def local(self, rows: Tensor) -> Tensor:
         """Map rows of the packed sequences to this rank's tokens, -1 for other ranks' tokens."""
@@ -133,11 +150,14 @@ def _starts(starts: Tensor, size: Tensor, chunks: tuple[int, ...]) -> Tensor:
 # -------------------------------------------------------------------------
 
 
-def gather_together(tensors: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def gather_together(
+    tensors: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, ...]:
     """Gather rows from the ranks of a group. One collective, and one in backward.
 
     :param tensors: ``[T, F, ...]`` each, of the same shape on every rank, and of one dtype.
-    :param rows: ``[S]``, int64, numbers of gathered rows; each rank may ask for others.
+    :param rows: ``[S]``, int64, numbers of gathered rows; each rank may ask for others, and for some twice.
+    :param group: ``None`` for this rank alone, without a collective.
     :returns: ``[S, F, ...]`` each.
     """
     gathered: tuple[Tensor, ...] = _GatherRows.apply(rows, group, *tensors)
@@ -148,12 +168,16 @@ class _GatherRows(torch.autograd.Function):
     """Each rank's gradient of what it asked for goes back to the ranks that have the rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, rows: Tensor, group: dist.ProcessGroup | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return the rows."""
         ctx.group = group
         ctx.save_for_backward(rows)
+        ctx.count = len(tensors[0])
+        if group is None:
+            return tuple(x.index_select(0, rows) for x in tensors)
         own = torch.cat([x.flatten(1) for x in tensors], dim=1)
-        ctx.count = len(own)
         gathered = own.new_empty(len(own) * dist.get_world_size(group), own.shape[1])
         dist.all_gather_into_tensor(gathered, own, group=group)
         parts = gathered.split([prod(x.shape[1:]) for x in tensors], dim=1)
@@ -167,11 +191,13 @@ class _GatherRows(torch.autograd.Function):
         """Return the gradients of this rank's rows, summed over the group in float32."""
         (rows,) = ctx.saved_tensors
         widths = [prod(grad.shape[1:]) for grad in grads]
-        total = ctx.count * dist.get_world_size(ctx.group)
+        total = ctx.count * (1 if ctx.group is None else dist.get_world_size(ctx.group))
         gathered = grads[0].new_zeros(total, sum(widths), dtype=torch.float32)
         for part, grad in zip(gathered.split(widths, dim=1), grads, strict=True):
             part.index_add_(0, rows, grad.flatten(1).float())
-        own = gathered.new_empty(ctx.count, sum(widths))
-        dist.reduce_scatter_tensor(own, gathered, group=ctx.group)
+        own = gathered
+        if ctx.group is not None:
+            own = gathered.new_empty(ctx.count, sum(widths))
+            dist.reduce_scatter_tensor(own, gathered, group=ctx.group)
         parts = zip(own.split(widths, dim=1), grads, strict=True)
         return None, None, *(part.unflatten(1, grad.shape[1:]).to(grad.dtype) for part, grad in parts)

@@ -42,15 +42,16 @@ class PackedSequences(PackedSeqParams):
     """Megatron's packing parameters, with what our attention needs beside them."""
 
     lengths: tuple[int, ...] = ()
-    """Length of each sequence, or of each part that this rank has of one, on the host."""
+    """Length of each sequence, or of each part of one that follows what it attends to, on the host."""
     key_lengths: tuple[int, ...] | None = None
-    """Under context parallelism: of what each part attends to."""
+    """Length of what each part attends to, under context parallelism and with prefix packing."""
     key_rows: Tensor | None = None
-    """Which gathered rows that is, ``[sum(key_lengths)]``, int64, on the device."""
+    """Which rows of all context-parallel ranks that is, ``[sum(key_lengths)]``, int64, on the device."""
     parts: SequenceParts | None = None
     """How the sequences are divided among ranks, on the host."""
-    padding: Tensor | None = None
-    """``[T]``, bool: which of this rank's tokens are padding; ``None`` if none is."""
+    counts: Tensor | None = None
+    """``[T]``, int64: how many samples have each of this rank's tokens: 0 for padding, more than 1 in a
+    shared prompt; ``None`` if it is 1 everywhere."""
     cos: Tensor | None = None
     """``[T, R]``, float32."""
     sin: Tensor | None = None
@@ -216,7 +217,8 @@ class CoreAttention(nn.Module):
         self.prepare = kernels.resolve("qk_norm_rotary", unit_angles=unit_angles, **facts)
         self.interleaved = config.rotary_interleaved
         self.scale = softmax_scale if softmax_scale is not None else head_dim**-0.5
-        self.context_group = parallel_state.get_context_parallel_group()
+        group = parallel_state.get_context_parallel_group()
+        self.context_group = group if group.size() > 1 else None
 
     def forward(
         self,

@@ -196,16 +196,16 @@ class Router(TopKRouter):
         return weights, chosen
 
     def _count(self, routing_map: Tensor) -> None:
-        """Count the tokens of each expert, in training alone, each token once and padding never."""
+        """Count the tokens of each expert, in training alone, each sample's once and padding never."""
         if not torch.is_grad_enabled():
             return
-        padding = None if self.packed is None else self.packed.padding
-        if padding is not None:
-            routing_map = routing_map & ~padding[self._rows(len(routing_map))].unsqueeze(1)
-        counts = routing_map.sum(0)
-        self.load += counts
+        counts = None if self.packed is None else self.packed.counts
+        if counts is not None:
+            routing_map = routing_map * counts[self._rows(len(routing_map))].unsqueeze(1)
+        load = routing_map.sum(0)
+        self.load += load
         if self.enable_expert_bias:
-            self.local_tokens_per_expert += counts
+            self.local_tokens_per_expert += load
 
     def _of_all_rows(self, chosen: Tensor) -> Tensor:
         """Return what was chosen for all tokens of this rank, of which the router sees a part."""
