@@ -6,6 +6,8 @@
     python bench/train_step.py --backend cuda --sides anygauge --profile   # where the time goes
     python bench/train_step.py --backend cuda --sides fsdp lora megatron-lora liger   # LoRA
     python bench/train_step.py --backend cuda --sides anygauge images frozen   # 8 images of 1 megapixel
+    python bench/train_step.py --backend cuda --sides anygauge prefix --lengths $(yes 2304 | head -32) \
+        --prompt 2048 --group 8 --micro-batch 9216    # groups with one prompt each
     python bench/train_step.py --shape tiny --lengths 64 32            # that it runs, on the host
     python bench/train_step.py --shape tiny --lengths 64 32 --pixels 32 --sides anygauge images frozen
 
@@ -18,6 +20,9 @@ two matrices of 8192 x 8192 in it. Operations are those of the model, three time
 
 `lora` is the FSDP engine with adapters of rank 16 on all layers but the output, and `megatron-lora` the
 Megatron engine: their operations are twice the forward pass, since the base gets no gradients.
+
+`prefix` is `anygauge` with `train.prefix_packing`. With `--prompt` that many tokens of each row are a prompt,
+which `--group` rows in succession share. Tokens and operations are those of whole rows on both sides.
 
 `images` is a step of Qwen3-VL in anygauge, whose decoder has the same shape and as many tokens: most hold the
 places of images. `frozen` does not train the tower, whose operations are counted once. Every image is another
@@ -43,7 +48,7 @@ from typing import Any
 
 SIDES = (
     *("anygauge", "liger", "transformers", "fsdp", "lora", "megatron-lora", "liger-masters"),
-    *("images", "frozen"),
+    *("images", "frozen", "prefix"),
 )
 FSDP = ("fsdp", "lora")
 LORA = ("lora", "megatron-lora")
@@ -188,6 +193,7 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
                 **({"engine": "fsdp"} if side in FSDP else {"megatron": json.loads(args.megatron)}),
                 "lora": {"rank": 16} if side in LORA else {},
                 "recompute": args.recompute,
+                "prefix_packing": side == "prefix",
                 "freeze": ["vision"] if side == "frozen" else [],
             },
         }
@@ -200,7 +206,7 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     if side in SEEING:
         samples = [sample_of(TrainSample, *row) for row in vision_rows(args)]
     else:
-        samples = [sample_of(TrainSample, row) for row in token_rows(args)]
+        samples = [sample_of(TrainSample, row, prompt=args.prompt) for row in token_rows(args)]
     count = sum(sum(sample.loss_mask) for sample in samples)
 
     def likelihood(inputs: LossInputs) -> tuple[Any, dict[str, Any]]:
@@ -257,16 +263,16 @@ def random_policy(*args: Any) -> Any:
     return policy
 
 
-def sample_of(kind: Any, tokens: list[int], media: Sequence[Any] = ()) -> Any:
-    """Return a sample of whose tokens all but the first are a response, without places of images."""
-    length = len(tokens) - 1
+def sample_of(kind: Any, tokens: list[int], media: Sequence[Any] = (), prompt: int = 1) -> Any:
+    """Return a sample of whose tokens all but the first ones are a response, without places of images."""
+    length = len(tokens) - prompt
     mask = [1] * len(tokens)
     for start, count in (span for each in media for span in each.spans):
         mask[start : start + count] = [0] * count
     return kind(
         tokens=tokens,
         response_length=length,
-        loss_mask=mask[1:],
+        loss_mask=mask[prompt:],
         rollout_log_probs=[0.0] * length,
         advantages=[1.0] * length,
         media=tuple(media),
@@ -345,6 +351,7 @@ def transformers_step(args: argparse.Namespace, folder: Path) -> Iterator[Callab
     masters = [each.detach().float() for each in own] if side.endswith("masters") else own
     optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0, fused=True)
     inputs, labels = filled_rows(token_rows(args), device)
+    labels[:, : args.prompt] = -100
 
     def step() -> None:
         model(**inputs, labels=labels, use_cache=False).loss.backward()
@@ -378,7 +385,9 @@ def token_rows(args: argparse.Namespace) -> list[list[int]]:
 
     generator = torch.Generator().manual_seed(0)
     vocabulary = SHAPES[args.shape]["vocab_size"]
-    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in args.lengths]
+    rows = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in args.lengths]
+    prompts = [rows[number - number % args.group][: args.prompt] for number in range(len(rows))]
+    return [prompt + row[args.prompt :] for prompt, row in zip(prompts, rows, strict=True)]
 
 
 # -------------------------------------------------------------------------
@@ -388,7 +397,8 @@ def token_rows(args: argparse.Namespace) -> list[list[int]]:
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Return milliseconds, GiB and the ceiling of one side, in this process."""
-    side = anygauge_step if args.sides[0] in ("anygauge", *FSDP, *LORA, *SEEING) else transformers_step
+    own = ("anygauge", "prefix", *FSDP, *LORA, *SEEING)
+    side = anygauge_step if args.sides[0] in own else transformers_step
     with tempfile.TemporaryDirectory() as name:
         Path(name, "config.json").write_text(json.dumps(config_of(args)))
         with side(args, Path(name)) as step:
@@ -539,7 +549,8 @@ def in_own_process(side: str, args: argparse.Namespace) -> dict[str, float] | No
         print("liger is not installed", file=sys.stderr)
         return None
     command = [sys.executable, __file__, "--alone", "--sides", side, "--shape", args.shape]
-    for name in ("backend", "dtype", "runs", "megatron", "recompute", "micro_batch", "images", "pixels"):
+    names = "backend", "dtype", "runs", "megatron", "recompute", "micro_batch", "images", "pixels"
+    for name in (*names, "prompt", "group"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     command += ["--lengths", *map(str, args.lengths), *["--profile"] * args.profile]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -578,6 +589,8 @@ def main() -> int:
     parser.add_argument("--recompute", default="none", help="train.recompute of the engine")
     parser.add_argument("--images", type=int, default=8, help="of the sides that see, in all rows together")
     parser.add_argument("--pixels", type=int, default=992, help="of each side of an image")
+    parser.add_argument("--prompt", type=int, default=1, help="tokens of each row before its response")
+    parser.add_argument("--group", type=int, default=1, help="rows in succession that have the same prompt")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
