@@ -8,6 +8,7 @@ from anygauge.cli.entry import COMMANDS, make_parser
 
 SURFACE = {
     "init": ["--model", "--devices", "--backend", "--engine", "--task", "--data", "--out", "--force"],
+    "import": ["project", "file", "--out", "--force", "--backend"],
     "train": ["config", "--backend", "--resume", "--overwrite", "--dry-run", "--no-file-check", "--keys"],
     "eval": ["config", "--checkpoint", "--backend", "--out"],
     "launch": ["config", "--nodes", "--devices", "--head", "--backend", "--run", "--print-head"],

@@ -54,6 +54,13 @@ def test_the_page_of_config_keys_is_current_and_links_to_pages() -> None:
     assert all((ROOT / "docs" / f"{page}.md").exists() for page in PAGES.values())
 
 
+def test_the_pages_of_other_projects_are_current() -> None:
+    script = runpy.run_path(str(ROOT / "bench/migrate_pages.py"))
+    for name, folder in ((name, script["FOLDER"]) for name in script["PROJECTS"]):
+        page = (folder / f"{name}.md").read_text(encoding="utf-8")
+        assert page == script["page"](name), "run bench/migrate_pages.py"
+
+
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_an_example_in_a_docstring_is_true(path: Path) -> None:
     parts = path.relative_to(ROOT).with_suffix("").parts

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from types import TracebackType
 
-from anygauge.cli import check_model, convert, doctor, hooks, init, keys, launch, report, train
+from anygauge.cli import check_model, convert, doctor, hooks, import_, init, keys, launch, report, train
 from anygauge.cli import eval as evaluate
 from anygauge.cli.arguments import split_arguments
 from anygauge.cli.torch_extensions import extension_failure
@@ -28,6 +28,7 @@ __all__ = ["COMMANDS", "make_parser", "run"]
 
 COMMANDS = {
     "init": init,
+    "import": import_,
     "train": train,
     "eval": evaluate,
     "launch": launch,

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from anygauge.config.schema import Config
 from anygauge.config.tree import Tree, merge, plain, remove
+from anygauge.migrate.table import foreign_keys
 from anygauge_hooks.types import ConfigProblem
 
 __all__ = [
@@ -208,12 +209,23 @@ def _unknown_hint(loc: Sequence[int | str]) -> str:
     name, table = str(loc[-1]), _section(loc[:-1])
     assert table is not None
     known = table.model_fields
-    close = [_path([*loc[:-1], key]) for key in difflib.get_close_matches(name, known, n=3)]
     elsewhere = [f"{section}.{name}" for section, model in sections() if name in model.model_fields]
+    if not elsewhere and (hint := _foreign_hint(name)):
+        return hint
+    close = [_path([*loc[:-1], key]) for key in difflib.get_close_matches(name, known, n=3)]
     candidates = [*elsewhere, *(path for path in close if path not in elsewhere)]
     if candidates:
         return f"unknown key; did you mean {' or '.join(candidates)}?"
     return f"unknown key; known here: {', '.join(known)}"
+
+
+def _foreign_hint(name: str) -> str:
+    """Return the keys that an argument of another project has here, if it is one."""
+    projects: dict[str, list[str]] = {}
+    for project, row in foreign_keys(name):
+        projects.setdefault(" and ".join(row.keys), []).append(project)
+    meanings = (f"{keys} ({' and '.join(names)}: {name})" for keys, names in projects.items())
+    return f"unknown key; write {' or '.join(meanings)}" if projects else ""
 
 
 def _value_hint(detail: ErrorDetails) -> str:

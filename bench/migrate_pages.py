@@ -1,0 +1,166 @@
+"""Write docs/migrate/*.md: the arguments of slime, verl and TRL that `anygauge import` knows, with our keys.
+
+Run it after a change of the tables in core/anygauge/migrate; a test fails until then:
+
+    .venv/bin/python bench/migrate_pages.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from anygauge.config.keys import PAGES
+from anygauge.migrate.table import PROJECTS, Row, rows
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs/migrate"
+TITLES = {"slime": "slime", "verl": "verl", "trl": "TRL"}
+PREFIXES = {"slime": "--", "verl": "", "trl": ""}
+FILES = {
+    "slime": "SCRIPT.sh",
+    "verl": "SCRIPT.sh",
+    "trl": "SCRIPT.py",
+}
+READ = {
+    "slime": """Reads the shell script that calls `train.py` or `train_async.py`: arrays such as `CKPT_ARGS=(
+... )` and `--key value` arguments. Files that the script sources are not read: a model's shape
+comes from its `config.json`.""",
+    "verl": """Reads the overrides of a shell script (`actor_rollout_ref.actor.optim.lr=1e-6`), or a YAML
+config. In YAML, nulls and values that refer to other keys (`${...}`) are left out; a file with
+aliases is refused.""",
+    "trl": """Reads the keyword arguments of `GRPOConfig`, `RLOOConfig`, `SFTConfig`, their trainers and
+`LoraConfig` in a Python script, where they are literals, names of literals, or
+`load_dataset("...")`; the command line in a shell script (`accelerate launch grpo.py
+--learning_rate 1e-5`, `trl grpo ...`); or a YAML config of `trl grpo --config`.""",
+}
+COMMON = """Nothing of the file is executed. Variables of a shell script count as the script sets them, in
+the order of the text: branches and loops are not followed, a default (`${NAME:-8}`) is taken,
+`$HOME` is yours, and the environment is not read. A value that is not known from the text is
+listed with the key to set. Defaults of the project that differ from those here are written too,
+so that the others keep their meaning.
+
+The config goes to `--out`, or to standard output. The terminal lists what has no counterpart,
+and then the keys with which `anygauge train --dry-run --no-file-check` does not agree yet.
+`bench/migrate_pages.py` writes this page."""
+TRIED: Mapping[str, tuple[str, Sequence[tuple[str, int, int, int, str]]]] = {
+    "slime": (
+        "slime 0.3.1 (commit 624b824a8)",
+        (
+            ("scripts/run-qwen3-4B.sh", 41, 13, 1, "passes"),
+            ("scripts/run-qwen3-4B-base-sft.sh", 26, 13, 3, "passes"),
+            ("scripts/run-glm4-9B.sh", 41, 13, 1, "passes"),
+            ("scripts/run-qwen3-30B-A3B.sh", 41, 13, 5, "passes"),
+            ("scripts/run-deepseek-r1.sh", 55, 15, 7, "model, data.train"),
+            ("tests/test_gspo.sh", 27, 1, 0, "passes"),
+            ("examples/search-r1/run_qwen2.5_3B.sh", 36, 11, 3, "reward.function"),
+            ("examples/train_infer_mismatch_helper/run-qwen3-4b-mis.sh", 44, 12, 4, "passes"),
+        ),
+    ),
+    "verl": (
+        "verl 0.7 (commit b178a3cd5)",
+        (
+            ("examples/grpo_trainer/run_deepseek7b_llm.sh", 23, 8, 4, "passes"),
+            ("examples/grpo_trainer/run_qwen3-8b.sh", 23, 8, 4, "passes"),
+            ("examples/grpo_trainer/run_deepseek671b_math_megatron_96gb.sh", 57, 31, 7, "passes"),
+            ("examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh", 28, 11, 5, "passes"),
+            ("examples/grpo_trainer/run_qwen2_5_vl-7b.sh", 26, 11, 5, "passes"),
+            ("examples/gspo_trainer/test_gspo_3b_math.sh", 49, 21, 7, "passes"),
+            ("examples/ppo_trainer/run_qwen2-7b_sglang_seq_balance.sh", 23, 12, 4, "passes"),
+            ("examples/sft/gsm8k/run_qwen_05_peft.sh", 14, 1, 2, "passes"),
+            ("verl/trainer/config/_generated_ppo_trainer.yaml", 80, 167, 31, "passes"),
+        ),
+    ),
+    "trl": (
+        "TRL of 2026-07-24 (commit f2cd57710)",
+        (
+            ("examples/scripts/rloo.py", 13, 3, 7, "data.train"),
+            ("examples/scripts/grpo_vlm.py", 3, 1, 8, "model, data.train"),
+            ("examples/scripts/gspo.py", 3, 1, 8, "model, data.train"),
+            ("examples/scripts/grpo_agent.py", 3, 0, 10, "model, data.train, reward.function"),
+            ("examples/scripts/sft_gemma3.py", 6, 2, 6, "model, data.train"),
+            ("examples/scripts/openenv/wordle.py", 6, 3, 16, "model, data.train, reward.function"),
+        ),
+    ),
+}
+"""Version; of each script: arguments converted, without need, without counterpart; what the check found."""
+
+
+def page(project: str) -> str:
+    """Return the page of a project as its table has it."""
+    title, entries = TITLES[project], list(rows(project).values())
+    return "\n".join(
+        [
+            f"# Coming from {title}\n",
+            f"Use this page to run a script or config of {title}, or to find the key of an argument.\n",
+            f"```\nanygauge import {project} {FILES[project]} --out config.toml\n```\n",
+            *_introduction(project),
+            "## Arguments with a key here\n",
+            f"| {title} | key | how the value changes | default there, written if absent |",
+            "|---|---|---|---|",
+            *(_with_key(project, row) for row in entries if row.keys),
+            "\n## Arguments that need no key\n",
+            f"| {title} | why |",
+            "|---|---|",
+            *(
+                f"| `{PREFIXES[project]}{row.name}` | {_escaped(row.unneeded)} |"
+                for row in entries
+                if row.unneeded
+            ),
+            "\n## Arguments without a counterpart\n",
+            f"| {title} | why, or what to do instead |",
+            "|---|---|",
+            *(f"| `{PREFIXES[project]}{row.name}` | {_escaped(row.note)} |" for row in entries if row.note),
+            "\n## Published scripts that were tried\n",
+            *_tried(project),
+            "",
+        ]
+    )
+
+
+def _introduction(project: str) -> Iterator[str]:
+    yield f"{READ[project]}\n"
+    yield f"{COMMON}\n"
+
+
+def _with_key(project: str, row: Row) -> str:
+    keys = ", ".join(f"[`{key}`](../{_page(key)}.md)" for key in row.keys)
+    values = ", ".join(f"`{theirs}` is `{_toml(ours)}`" for theirs, ours in row.values.items())
+    change = "; ".join(filter(None, (values, _escaped(row.rule))))
+    default = "" if row.default is None else f"`{_toml(row.default)}`"
+    return f"| `{PREFIXES[project]}{row.name}` | {keys} | {change} | {default} |"
+
+
+def _page(key: str) -> str:
+    parts = key.split(".")
+    beginnings = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next(PAGES[each] for each in beginnings if each in PAGES)
+
+
+def _tried(project: str) -> Iterator[str]:
+    version, scripts = TRIED[project]
+    yield (
+        f"Of {version}. Arguments without a counterpart count once for a row of several. Arguments of\n"
+        "SGLang are checked where it is installed; here it was not.\n"
+    )
+    yield "| script | converted | no key needed | no counterpart | dry run, where SGLang is installed |"
+    yield "|---|---|---|---|---|"
+    for path, converted, unneeded, missing, needs in scripts:
+        result = needs if needs == "passes" else "needs " + ", ".join(f"`{key}`" for key in needs.split(", "))
+        yield f"| `{path}` | {converted} | {unneeded} | {missing} | {result} |"
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value)
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"<(?=\w)", "&lt;", text.replace("|", "\\|"))
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name in PROJECTS:
+        (FOLDER / f"{name}.md").write_text(page(name), encoding="utf-8")

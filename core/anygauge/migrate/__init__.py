@@ -1,0 +1,1 @@
+"""Scripts and configs of other projects: their arguments as keys of anygauge. Nothing of them is executed."""

@@ -1,0 +1,200 @@
+"""Words of a shell script, with simple variables expanded. Nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from anygauge.migrate.table import Unresolved
+
+__all__ = ["Words", "commands", "scalar"]
+
+Words = list[str | Unresolved]
+"""A command or an array: words, unresolved where one depends on what only a run knows."""
+
+LONGEST_WORD = 65_536
+MOST_WORDS = 20_000
+_PIECES = re.compile(
+    r"(?P<space>[ \t\r]+)|(?P<joined>\\\n)|(?P<end>\n|;|&&|\|\|?|&(?!>))|(?P<comment>(?<![^\s;&|(])#[^\n]*)"
+    r"|(?P<single>'[^']*')|(?P<double>\"(?:[^\"\\]|\\.)*\")|(?P<escaped>\\.)"
+    r"|(?P<sum>\$\(\((?:[^()\n]|\((?:[^()\n]|\([^()\n]*\))*\))*\)\))"
+    r"|(?P<open>\$?\()|(?P<close>\))|(?P<tick>`[^`]*`)"
+    r"|(?P<plain>\$\{[^{}\n]*(?:\{[^{}\n]*\}[^{}\n]*)*\}|[^\s'\"\\;&|()`$]+|.)",
+    re.S,
+)
+_VARIABLE = re.compile(
+    r"\$\{(?P<array>\w+)\[[@*]\]\}|\$\{(?P<name>\w+)(?P<default>:?-[^{}]*(?:\{[^{}]*\}[^{}]*)*)?\}"
+    r"|\$(?P<bare>[A-Za-z_]\w*)|\$\(\((?P<sum>.*?)\)\)|\$(?P<other>\{[^{}]*\}|[(@*#?$!\d-])|(?P<tick>`)",
+    re.S,
+)
+_ARRAY = re.compile(r"(\w+)(\+?)=")
+_ASSIGNMENT = re.compile(r"(?:export |local |readonly |declare )?(\w+)(\+?)=(.*)", re.S)
+_SUMS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+LARGEST = 2**63
+
+
+def commands(text: str) -> Iterator[Words]:
+    """Yield the commands of a script, and its arrays, each as its words; arrays in them are expanded.
+
+    Assignments count in the order of the text: loops and branches are not followed.
+
+    :raises ValueError: An expansion is too long.
+    """
+    variables: dict[str, str | Unresolved] = {"HOME": str(Path.home())}
+    arrays: dict[str, Words] = {}
+    for name, added, raw in _statements(text):
+        words = [word for each in raw for word in _expanded(each, variables, arrays)]
+        if len(words) > MOST_WORDS:
+            raise ValueError(f"a command expands to more than {MOST_WORDS} words")
+        if name:
+            words = arrays[name] = [*(arrays.get(name, ()) if added else ()), *words]
+        elif (assigned := _assigned(raw)) is not None:
+            variables[assigned[0]] = _joined(assigned[1], variables)
+            continue
+        yield words
+
+
+def scalar(text: str | Unresolved) -> Any:
+    """Return a word as the number, boolean or null that it is, else as it is.
+
+    >>> scalar("8"), scalar("1e-6"), scalar("True"), scalar("null"), scalar("prompt")
+    (8, 1e-06, True, None, 'prompt')
+    """
+    if isinstance(text, Unresolved):
+        return text
+    named = {"true": True, "false": False, "null": None, "none": None}
+    if text.lower() in named:
+        return named[text.lower()]
+    if re.fullmatch(r"[+-]?\d{1,18}", text):
+        return int(text)
+    if re.fullmatch(r"[+-]?(\d{1,40}\.?\d{0,40}|\.\d{1,40})([eE][+-]?\d{1,3})?", text):
+        return float(text)
+    return text
+
+
+# -------------------------------------------------------------------------
+# Statements
+# -------------------------------------------------------------------------
+
+
+def _statements(text: str) -> Iterator[tuple[str, bool, list[str]]]:
+    """Yield statements: the name of an array or nothing, whether it is appended to, and the words."""
+    words, word, array, added, depth = list[str](), "", "", False, 0
+    for match in _PIECES.finditer(f"{text}\n"):
+        kind, piece = str(match.lastgroup), match[0]
+        if depth:  # within $(...), whose output only a run knows
+            depth += (kind == "open") - (kind == "close")
+        elif kind == "open" and piece == "(" and not array and (made := _ARRAY.fullmatch(word)):
+            array, added, word = made[1], bool(made[2]), ""
+        elif kind == "open":
+            depth, word = 1, f"{word}$(...)"
+        elif kind not in ("space", "joined", "comment", "end", "close"):
+            word += piece
+        else:
+            words += [word] if word else []
+            word = ""
+            if kind == "close" or (kind == "end" and not array):
+                if words or array:
+                    yield array, added, words
+                words, array = [], ""
+
+
+def _assigned(words: Sequence[str]) -> tuple[str, str] | None:
+    """Return the name and the raw value of an assignment to a variable."""
+    if len(words) == 2 and words[0] in ("export", "local", "readonly", "declare"):
+        words = words[1:]
+    match = _ASSIGNMENT.fullmatch(words[0]) if len(words) == 1 else None
+    return None if match is None or match[2] else (match[1], match[3])
+
+
+# -------------------------------------------------------------------------
+# Expansion
+# -------------------------------------------------------------------------
+
+
+def _expanded(raw: str, variables: Mapping[str, str | Unresolved], arrays: Mapping[str, Words]) -> Words:
+    """Return the words that one becomes: several if it is an array."""
+    match = _VARIABLE.fullmatch(raw.strip('"'))
+    if match is not None and match["array"]:
+        return list(arrays.get(match["array"], ()))
+    value = _joined(raw, variables)
+    name = match and (match["name"] or match["bare"])
+    if name and not raw.startswith('"') and isinstance(value, str):
+        return list(value.split())  # as the shell splits a variable without quotes
+    return [value]
+
+
+def _joined(raw: str, variables: Mapping[str, str | Unresolved]) -> str | Unresolved:
+    """Return a word without its quotes and with its variables expanded."""
+    text, unresolved = "", False
+    for part in re.findall(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|[^'\"\\]+|.", raw, re.S):
+        value: str | Unresolved = part[1:-1] if part[0] == "'" and len(part) > 1 else ""
+        if part[0] == '"' and len(part) > 1:
+            inner = _substituted(part[1:-1], variables)
+            value = inner if isinstance(inner, Unresolved) else re.sub(r"\\([\"\\$`])", r"\1", inner)
+        elif part[0] == "\\":
+            value = part[1:]
+        elif part[0] != "'":
+            value = _substituted(part, variables)
+        unresolved |= isinstance(value, Unresolved)
+        text += str(value)
+        if len(text) > LONGEST_WORD:
+            raise ValueError(f"a word expands to more than {LONGEST_WORD} characters")
+    return Unresolved(text) if unresolved else text
+
+
+def _substituted(text: str, variables: Mapping[str, str | Unresolved]) -> str | Unresolved:
+    """Return a text with its variables expanded, as far as the script sets them."""
+    unresolved = False
+
+    def value(match: re.Match[str]) -> str:
+        nonlocal unresolved
+        result = _value(match, variables)
+        unresolved |= isinstance(result, Unresolved)
+        return str(result)
+
+    expanded = _VARIABLE.sub(value, text)
+    return Unresolved(expanded) if unresolved else expanded
+
+
+def _value(match: re.Match[str], variables: Mapping[str, str | Unresolved]) -> str | Unresolved:
+    name = match["name"] or match["bare"]
+    if match["sum"] is not None:
+        return _sum(match["sum"], variables) or Unresolved(match[0])
+    if name and isinstance(known := variables.get(name), str) and known:
+        return known
+    if match["default"] and not isinstance(variables.get(name or ""), str):
+        return _substituted(match["default"].removeprefix(":")[1:].strip("\"'"), variables)
+    return Unresolved(match[0])
+
+
+def _sum(text: str, variables: Mapping[str, str | Unresolved]) -> str | None:
+    """Return an arithmetic expansion of whole numbers, if it is one."""
+    try:
+        tree = ast.parse(text.replace("$", "").replace("{", "").replace("}", "").strip(), mode="eval")
+        return str(_number(tree.body, variables))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _number(node: ast.AST, variables: Mapping[str, str | Unresolved]) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.Name):
+        return int(str(variables.get(node.id)))
+    if isinstance(node, ast.BinOp) and (apply := _SUMS.get(type(node.op))) is not None:
+        number = apply(_number(node.left, variables), _number(node.right, variables))
+        if abs(number) < LARGEST:
+            return number
+    raise ValueError("not a sum of whole numbers")

@@ -1,0 +1,174 @@
+"""Tables of the arguments of other projects, and the conversion of arguments by a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from anygauge.disk import parse_toml
+
+__all__ = ["PROJECTS", "Imported", "Input", "Row", "Unresolved", "convert", "foreign_keys", "rows"]
+
+PROJECTS = ("slime", "verl", "trl")
+LONGEST_SHOWN = 80
+_NAME = re.compile(r"\w[\w.-]{0,150}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An argument of another project, as a table ``PROJECT.toml`` beside this module has it."""
+
+    name: str
+    """A ``*`` at its end stands for the rest of a name, and in ``keys`` for the same with underscores."""
+    keys: tuple[str, ...] = ()
+    """Keys that take its value; none if there is no counterpart."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Our values by theirs, where these differ; others have no counterpart."""
+    default: Any = None
+    """Value that the other project takes if the argument is absent, where ours differs."""
+    rule: str = ""
+    """How the keys follow from this argument and others; the code of the project applies it."""
+    note: str = ""
+    """Why there is no counterpart, and what to do instead."""
+    unneeded: str = ""
+    """Why nothing has to be set."""
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether it stands for several arguments."""
+        return self.name.endswith("*")
+
+
+@dataclass(frozen=True, slots=True)
+class Unresolved:
+    """A value that a text alone does not tell."""
+
+    text: str
+    """As it is written there."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Arguments read from a script or config."""
+
+    arguments: Mapping[str, Any]
+    """Values by name; :class:`Unresolved` where the text does not tell one."""
+    notes: tuple[str, ...] = ()
+    """What the reader left out."""
+
+
+@dataclass(slots=True)
+class Imported:
+    """A config in the making."""
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    """Values by dotted path."""
+    converted: list[str] = field(default_factory=list)
+    """Names of arguments with a counterpart."""
+    unneeded: list[str] = field(default_factory=list)
+    missing: list[tuple[str, str]] = field(default_factory=list)
+    """Arguments without a counterpart, each with the reason or what to do instead."""
+
+    def put(self, key: str, value: Any) -> None:
+        """Set a key, unless the value is ``None`` or not known."""
+        if value is not None and not isinstance(value, Unresolved):
+            self.keys[key] = value
+
+    def miss(self, name: str, why: str) -> None:
+        """Record that an argument, or a part of its value, has no counterpart."""
+        entry = (_short(name), why)
+        if entry not in self.missing:  # a row of many arguments counts once
+            self.missing.append(entry)
+
+
+Rules = Callable[[Mapping[str, Any], Imported], None]
+"""Sets the keys that several arguments decide together; gets arguments with defaults filled in."""
+
+
+@cache
+def rows(project: str) -> Mapping[str, Row]:
+    """Return the rows of a project's table by name."""
+    text = (Path(__file__).parent / f"{project}.toml").read_text(encoding="utf-8")
+    return {name: _row(name, entry) for name, entry in parse_toml(text)["arguments"].items()}
+
+
+def _row(name: str, entry: Mapping[str, Any]) -> Row:
+    keys = entry.get("keys", ())
+    others = {field: value for field, value in entry.items() if field != "keys"}
+    return Row(name, tuple([keys] if isinstance(keys, str) else keys), **others)
+
+
+def foreign_keys(name: str) -> Iterator[tuple[str, Row]]:
+    """Yield the projects with an argument, and its row; ``name`` may be the last part of a dotted one."""
+    wanted = name.lstrip("-").replace("-", "_")
+    for project in PROJECTS:
+        table = rows(project)
+        names = [wanted, *(each for each in table if each.rpartition(".")[2].replace("-", "_") == wanted)]
+        row = next((table[each] for each in names if each in table and table[each].keys), None)
+        if row is not None:
+            yield project, row
+
+
+def convert(project: str, source: Input, rules: Rules) -> Imported:
+    """Return the config that the arguments of another project's script or config amount to."""
+    result, table = Imported(), rows(project)
+    for name, value in source.arguments.items():
+        _convert(table, name, value, result)
+    for name, row in table.items():
+        if row.default is not None and not row.rule and name not in source.arguments:
+            _put(row, name, row.default, result)
+    rules(_with_defaults(table, source.arguments), result)
+    for note in source.notes:
+        result.miss("the file", note)
+    return result
+
+
+def _with_defaults(table: Mapping[str, Row], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = {name: row.default for name, row in table.items() if row.default is not None}
+    return defaults | {name: value for name, value in arguments.items() if value is not None}
+
+
+def _convert(table: Mapping[str, Row], name: str, value: Any, result: Imported) -> None:
+    """Apply the row of an argument; one with a rule is left to the rules of its project."""
+    row = table.get(name) or _prefix_row(table, name)
+    if row is None or not _NAME.fullmatch(name):
+        result.miss(name, "not in the table of this project; look for a key with `anygauge keys WORD`")
+    elif row.unneeded or (row.note and value is False):
+        result.unneeded.append(name)
+    elif not row.keys:
+        result.miss(row.name, row.note)
+    elif isinstance(value, Unresolved):
+        result.miss(name, f"its value {_short(value)} is not known from the text; set {', '.join(row.keys)}")
+    else:
+        _put(row, name, value, result)
+
+
+def _prefix_row(table: Mapping[str, Row], name: str) -> Row | None:
+    return next((row for row in table.values() if row.is_prefix and name.startswith(row.name[:-1])), None)
+
+
+def _put(row: Row, name: str, value: Any, result: Imported) -> None:
+    """Set the keys of a row without a rule, and record the argument as converted."""
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    if row.values and text not in row.values:
+        known = ", ".join(row.values)
+        result.miss(name, f"{_short(value)} has no counterpart (converted: {known}); see {row.keys[0]}")
+        return
+    if name not in result.converted and value is not row.default:
+        result.converted.append(name)
+    if not row.rule:
+        for key in row.keys:
+            rest = name[len(row.name) - 1 :].replace("-", "_")
+            result.put(key.replace("*", rest), row.values.get(text, value))
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

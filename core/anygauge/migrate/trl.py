@@ -1,0 +1,309 @@
+"""TRL: arguments in a Python script, a YAML config or a command line, and the keys they decide together."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from anygauge.migrate.shell import commands
+from anygauge.migrate.slime import options
+from anygauge.migrate.table import Imported, Input, Unresolved
+from anygauge.migrate.verl import TRACKERS, flat_yaml
+
+__all__ = ["read", "rules"]
+
+TASK, LOAD = "task", "load_dataset"
+CONFIGS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft"}
+TRAINERS = {"GRPOTrainer": "grpo", "RLOOTrainer": "rloo", "SFTTrainer": "sft"}
+CALLS = (*CONFIGS, *TRAINERS, "LoraConfig")
+LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
+PARSER = (
+    "the script takes arguments on its command line too (TrlParser): import a shell script with it, "
+    "such as `trl grpo --learning_rate 1e-5`, for those"
+)
+AGGREGATIONS = {
+    "grpo": "sample_mean",
+    "dapo": "token_mean",
+    "bnpo": "token_mean",
+    "dr_grpo": "constant_length",
+    "cispo": "token_mean",
+    "nll": "token_mean",
+}
+LINEAR = "linear"
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", LINEAR: "cosine"}
+MODES = {"truncate": "tis", "mask": "mis"}
+
+
+def read(text: str, name: str) -> Input:
+    """Read a Python script, a YAML config, or a shell script with a command line.
+
+    :raises ValueError: It has no arguments of TRL.
+    """
+    suffix = PurePath(name).suffix
+    if suffix in (".yaml", ".yml"):
+        return Input(flat_yaml(text))
+    return _read_command(text) if suffix == ".sh" else _read_script(text)
+
+
+def _read_command(text: str) -> Input:
+    """Read the command that starts ``trl`` or a script of that kind."""
+    for words in commands(text):
+        names = [PurePath(str(word)).name for word in words]
+        at = next(
+            (at for at, name in enumerate(names) if name.endswith(".py") or name in ("grpo", "rloo", "sft")),
+            None,
+        )
+        if at is None:
+            continue
+        task = next((kind for kind in ("rloo", "sft") if kind in names[at]), "grpo")
+        launched = {k: v for k, v in options(words[:at]).items() if k == "num_processes"}
+        return Input({TASK: task, **launched, **options(words[at + 1 :])})
+    raise ValueError("it calls neither trl nor a Python script")
+
+
+def _read_script(text: str) -> Input:
+    """Read the keyword arguments of configs and trainers, without running anything."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of the script's own strings
+            tree = ast.parse(text)
+        nodes = list(ast.walk(tree))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"it is not Python: {error}") from error
+    constants = dict(_constants(nodes))
+    arguments: dict[str, Any] = {}
+    for node in nodes:
+        if isinstance(node, ast.Call) and (called := _name(node.func)) in CALLS:
+            if (task := {**CONFIGS, **TRAINERS}.get(called)) is not None:
+                arguments[TASK] = task
+            arguments |= _keywords(called, node, constants)
+    if isinstance(arguments.get("train_dataset"), Unresolved):
+        loaded = (
+            _literal(node, {}) for node in nodes if isinstance(node, ast.Call) and _name(node.func) == LOAD
+        )
+        arguments["train_dataset"] = next(loaded, arguments["train_dataset"])
+    if not arguments and not any(name in text for name in TRAINERS):
+        raise ValueError("it calls no GRPOConfig, GRPOTrainer, SFTConfig or SFTTrainer")
+    return Input(arguments, (PARSER,) if "TrlParser" in text else ())
+
+
+def _constants(nodes: list[ast.AST]) -> Iterator[tuple[str, Any]]:
+    """Yield names that are assigned one value in the script, and the value."""
+    for node in nodes:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, _literal(node.value, {})
+
+
+def _name(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _keywords(called: str, node: ast.Call, constants: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keyword arguments of a call, under the names that the table has for them."""
+    for keyword in node.keywords:
+        if keyword.arg is None or (keyword.arg == "args" and called in TRAINERS):
+            continue
+        name = LORA.get(keyword.arg, keyword.arg) if called == "LoraConfig" else keyword.arg
+        if called == "LoraConfig" and not name.startswith("lora_"):
+            continue
+        value = _literal(keyword.value, constants)
+        yield name, _function_names(value) if name == "reward_funcs" else value
+
+
+def _function_names(value: Any) -> list[str]:
+    return [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _literal(node: ast.AST, constants: Mapping[str, Any]) -> Any:
+    """Return the value of a literal, of a name that has one, or the name of what is loaded."""
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        pass
+    if isinstance(node, ast.Name):
+        return constants.get(node.id, Unresolved(node.id))
+    if isinstance(node, ast.Call) and _name(node.func) in (LOAD, "from_pretrained") and node.args:
+        return _literal(node.args[0], constants)
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(each, constants) for each in node.elts]
+    return Unresolved(_name(node) or type(node).__name__)
+
+
+# -------------------------------------------------------------------------
+# Keys that several arguments decide
+# -------------------------------------------------------------------------
+
+
+def rules(given: Mapping[str, Any], out: Imported) -> None:
+    """Set the keys that several arguments decide together."""
+    task = str(given.get(TASK, "grpo"))
+    out.put("run.task", "sft" if task == "sft" else "rl")
+    out.put("train.engine", "fsdp")
+    out.put("placement.train_workers", _whole(given, "num_processes", 1))
+    out.put("placement.launcher", "local")
+    _data(given, out)
+    _optimizer(given, out, task)
+    _run(given, out)
+    _lora(given, out)
+    steps = _batches(given, out, task)
+    if (most := _whole(given, "max_steps", -1)) > 0:
+        out.put("run.steps", max(1, most // steps))
+    if task == "sft":
+        kept = "rollout.prompts_per_step", "algorithm.loss_aggregation"
+        gone = "rollout.", "algorithm.", "reward.", "eval.", "placement.colocated"
+        out.keys = {key: value for key, value in out.keys.items() if key in kept or not key.startswith(gone)}
+        return
+    _algorithm(given, out, task)
+    _engine(given, out)
+    _reward(given, out)
+
+
+def _whole(given: Mapping[str, Any], name: str, default: int) -> int:
+    value = given.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+def _data(given: Mapping[str, Any], out: Imported) -> None:
+    data = given.get("train_dataset", given.get("dataset_name"))
+    out.put("data.apply_chat_template", True)
+    if isinstance(data, str) and PurePath(data).suffix in (".json", ".jsonl", ".parquet"):
+        out.put("data.train", [data])
+    elif isinstance(data, str):
+        text = f"{data}: name its files in data.train, such as hf://datasets/{data}/FILE.parquet"
+        out.miss("train_dataset", text)
+    if given.get(TASK) == "sft":
+        out.put("data.input_key", out.keys.get("data.input_key", "messages"))
+        out.put("data.label_key", "none")
+
+
+def _batches(given: Mapping[str, Any], out: Imported, task: str) -> int:
+    """Set the batch sizes, and return the optimizer steps of a step."""
+    accumulated = _whole(given, "gradient_accumulation_steps", 1)
+    batch = _whole(given, "per_device_train_batch_size", 8) * _whole(given, "num_processes", 1)
+    if "num_processes" not in out.converted:
+        out.miss(
+            "num_processes",
+            "the script does not tell the devices: batches are those of one (placement.train_workers)",
+        )
+    if task == "sft":
+        out.put("rollout.prompts_per_step", batch * accumulated)
+        return 1
+    samples = _whole(
+        given, "generation_batch_size", batch * _whole(given, "steps_per_generation", accumulated)
+    )
+    group = _whole(given, "num_generations", 8)
+    if task == "rloo" and "num_generations" not in out.converted:
+        group = 2
+    out.put("rollout.samples_per_prompt", group)
+    out.put("rollout.prompts_per_step", max(1, samples // max(1, group)))
+    if samples % max(1, group):
+        out.miss("num_generations", f"{samples} samples of a step are not a multiple of it")
+    if batch * accumulated < samples:
+        out.put("train.global_batch_size", batch * accumulated)
+        return samples // (batch * accumulated)
+    return 1
+
+
+def _optimizer(given: Mapping[str, Any], out: Imported, task: str) -> None:
+    if task == "sft" and "learning_rate" not in out.converted:
+        out.put("train.lr", 2e-5)
+    else:
+        out.put("train.lr", given["learning_rate"])
+    kind = str(given["lr_scheduler_type"])
+    schedule = SCHEDULES.get(kind, "cosine" if kind.startswith("cosine") else "constant")
+    out.put("train.lr_schedule", schedule)
+    if kind == LINEAR or kind not in SCHEDULES:
+        out.miss("lr_scheduler_type", f"{kind} is no schedule here; {schedule} is written")
+    if isinstance(warmup := given.get("warmup_steps"), int):
+        out.put("train.warmup_steps", warmup)
+    betas = [given["adam_beta1"], given["adam_beta2"]]
+    if all(isinstance(each, int | float) for each in betas):
+        out.put("train.adam_betas", betas)
+
+
+def _run(given: Mapping[str, Any], out: Imported) -> None:
+    if isinstance(directory := given.get("output_dir"), str) and "run_name" not in out.converted:
+        out.put("run.name", PurePath(directory).name or None)
+    if given.get("save_strategy") == "no":
+        out.put("save.every", "none")
+    reports = given.get("report_to")
+    names = [str(each) for each in (reports if isinstance(reports, list) else [reports])]
+    if trackers := [name for name in TRACKERS if name in names]:
+        out.put("run.trackers", ["jsonl", *trackers])
+    if "trackio" in names:
+        out.put("run.tracker_options.trackio.space_id", given.get("trackio_space_id"))
+
+
+def _lora(given: Mapping[str, Any], out: Imported) -> None:
+    if not (given.get("use_peft") or "lora_r" in given):
+        return
+    out.put("train.lora.rank", _whole(given, "lora_r", 16))
+    out.put("train.lora.alpha", given.get("lora_alpha", 32 if given.get("use_peft") else 8))
+    for name, key in (("lora_target_modules", "targets"), ("lora_modules_to_save", "modules_to_save")):
+        value = given.get(name)
+        names = [each.strip(", ") for each in value] if isinstance(value, list) else value
+        out.put(f"train.lora.{key}", [names] if isinstance(names, str) and names != "all-linear" else names)
+
+
+def _algorithm(given: Mapping[str, Any], out: Imported, task: str) -> None:
+    kind, high = str(given["loss_type"]), given.get("epsilon_high")
+    out.put("algorithm.advantage", "rloo" if task == "rloo" else "grpo")
+    out.put("algorithm.clip_high", given["epsilon"] if high is None else high)
+    if kind not in AGGREGATIONS:
+        out.miss("loss_type", f"{kind} has no counterpart (converted: {', '.join(AGGREGATIONS)})")
+    out.put("algorithm.loss_aggregation", AGGREGATIONS.get(kind))
+    sequence = given.get("importance_sampling_level") == "sequence"
+    out.put("algorithm.policy_loss", "cispo" if kind == "cispo" else "gspo" if sequence else "ppo_clip")
+    default = 0.05 if task == "rloo" and "beta" not in out.converted else given["beta"]
+    out.put("algorithm.kl_coef", default)
+    if isinstance(default, int | float) and default > 0:
+        out.put("algorithm.kl_type", "k3")
+    scaled = given["scale_rewards"]
+    if task == "grpo" and scaled in (False, "none"):
+        out.put("algorithm.advantage_options", {"scale": False})
+    elif scaled not in (True, "group"):
+        out.miss("scale_rewards", f"{scaled}: advantages are divided by the deviation of their group")
+
+
+def _engine(given: Mapping[str, Any], out: Imported) -> None:
+    workers, size = _whole(given, "num_processes", 1), _whole(given, "vllm_tensor_parallel_size", 1)
+    if given.get("use_vllm") is not True:
+        out.put("rollout.engine", "transformers")
+        return
+    out.put("rollout.engine", "sglang")
+    out.miss("use_vllm", "vLLM is no engine here; rollout.engine is sglang instead")
+    is_colocated = given["vllm_mode"] == "colocate"
+    out.put("placement.colocated", is_colocated)
+    out.put("placement.rollout_workers", max(1, workers // max(1, size)) if is_colocated else 1)
+    out.put("rollout.sglang.tp_size", size if size > 1 else None)
+    out.put("rollout.sglang.context_length", given.get("vllm_max_model_length"))
+    if is_colocated:
+        out.put("rollout.sglang.mem_fraction_static", given["vllm_gpu_memory_utilization"])
+    level, _, kind = str(given["vllm_importance_sampling_mode"]).partition("_")
+    if given["vllm_importance_sampling_correction"] is True and kind in MODES:
+        high = given.get("vllm_importance_sampling_cap", given["vllm_importance_sampling_clip_max"])
+        low = given.get("vllm_importance_sampling_clip_min", 0.0)
+        out.put("algorithm.correction", {MODES[kind]: {"level": level, "low": low, "high": high}})
+
+
+def _reward(given: Mapping[str, Any], out: Imported) -> None:
+    functions = given.get("reward_funcs")
+    names = [] if functions is None else _function_names(functions)
+    if "accuracy_reward" in names:
+        out.put("reward.function", "math")
+        out.put("data.label_key", "solution")
+    for name in names:
+        if name != "accuracy_reward":
+            text = (
+                f'{name}: move the function into a module and set reward.function = "my_rewards:NAME", or '
+                "[reward.parts] for several; TRL's signature is taken"
+            )
+            out.miss("reward_funcs", text)
+    if not names:
+        out.miss("reward_funcs", "set reward.function (docs/rewards.md)")
+    out.put("data.label_key", out.keys.get("data.label_key", "none"))

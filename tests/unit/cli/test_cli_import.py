@@ -1,0 +1,88 @@
+"""``anygauge import``: the file, the report, bad input."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from anygauge.cli import main
+
+SFT = (
+    "A=( --hf-checkpoint org/model --prompt-data a.jsonl --loss-type sft_loss --num-rollout 3 --num-epoch 2 )"
+)
+
+
+def test_a_config_is_written_that_passes_the_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, out = tmp_path / "my run.sh", tmp_path / "c.toml"
+    script.write_text(SFT)
+    assert main(["import", "slime", str(script), "--out", str(out), "--backend", "cpu"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "no counterpart: 1\n  num-epoch: set run.steps" in printed.err
+    assert "the config passes `anygauge train --dry-run --no-file-check`\n" in printed.err
+    assert tomllib.loads(out.read_text())["run"]["name"] == "my-run"
+    assert main(["train", str(out), "--dry-run", "--no-file-check", "--backend", "cpu"]) == 0
+    capsys.readouterr()
+    assert main(["import", "slime", str(script), "--out", str(out)]) == 1
+    assert "c.toml exists" in capsys.readouterr().err
+
+
+def test_the_report_names_the_keys_that_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "a.sh"
+    script.write_text("python train.py --hf-checkpoint $WHERE/m --custom-rm-path a.b")
+    assert main(["import", "slime", str(script), "--backend", "cpu"]) == 0
+    printed = capsys.readouterr()
+    assert tomllib.loads(printed.out)["rollout"]["engine"] == "sglang"
+    assert "its value $WHERE/m is not known from the text; set model.path" in printed.err
+    assert "the config is not complete yet:\n  model: not set" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"echo", "is no script or config of slime"),
+        (b"A=\x1b[2J", "line 1, has a control character"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"#" * 262_145, "more than 262,144 bytes"),
+    ],
+)
+def test_bad_files_are_refused(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "a.sh"
+    script.write_bytes(content)
+    assert main(["import", "slime", str(script)]) == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "[AG201]" in printed
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in (
+        ("pipe", "not a regular file"),
+        ("none", "cannot be read"),
+        ("", "not a regular file"),
+    ):
+        assert main(["import", "trl", str(tmp_path / name)]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_names_in_a_file_stay_in_their_line_of_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "a\n[x]\ny = 1.sh"
+    script.write_text(
+        "A=( --hf-checkpoint 'm\"\nz = 1' --sglang-a.b.c 1 --sglang-tp-size 2 --loss-type sft_loss )"
+    )
+    main(["import", "slime", str(script), "--backend", "cpu"])
+    config = tomllib.loads(capsys.readouterr().out)
+    assert config["model"]["path"] == 'm"\nz = 1'
+    assert "x" not in config

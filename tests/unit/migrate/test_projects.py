@@ -1,0 +1,250 @@
+"""Scripts and configs in the form of slime, verl and TRL, and the keys that they become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anygauge.migrate.project import import_text
+
+SLIME = """
+source "${DIR}/models/small.sh"
+NUM=${NUM:-8}
+CKPT_ARGS=(
+   --hf-checkpoint /models/small
+   # --load /old
+   --save-interval 5
+)
+ROLLOUT_ARGS=( --prompt-data /data/a.jsonl --input-key q --label-key a --rm-type deepscaler
+   --num-rollout 7 --rollout-batch-size 16 --n-samples-per-prompt 4 --global-batch-size 32
+   --rollout-max-response-len 64 --over-sampling-batch-size 24 --partial-rollout
+   --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std )
+GRPO_ARGS=( --advantage-estimator gspo --use-kl-loss --kl-loss-coef 0.01 --eps-clip 0.1 --use-tis
+   --adam-beta2 0.95 --lr-decay-style linear )
+PERF_ARGS=( --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2
+   --max-tokens-per-gpu 100 )
+EVAL_ARGS=( --eval-prompt-data aime /data/aime.jsonl --eval-interval 3 )
+SGLANG_ARGS=( --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.6 --sglang-cuda-graph-bs 1 2 4 )
+ray job submit -- python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node ${NUM} --colocate \\
+   ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ${GRPO_ARGS[@]} ${PERF_ARGS[@]} ${EVAL_ARGS[@]} \\
+   ${SGLANG_ARGS[@]} --odd 1
+"""
+VERL = """
+adv=grpo
+n=5
+python3 -m verl.trainer.main_ppo --config-name=ppo_trainer \\
+    algorithm.adv_estimator=${adv} data.train_files="['/d/gsm8k/train.parquet','/d/math/train.parquet']" \\
+    data.val_files=/d/test.parquet data.train_batch_size=64 data.max_response_length=$((128 * 2)) \\
+    actor_rollout_ref.model.path=org/model actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean +actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=$n \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 trainer.logger=['console','wandb'] \\
+    trainer.project_name=p trainer.experiment_name=e trainer.save_freq=-1 trainer.test_freq=5 \\
+    trainer.total_epochs=3 trainer.n_gpus_per_node=8 trainer.nnodes=2 $@
+"""
+TRL = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+NAME = "org/model"
+def brief(completions, **kwargs):
+    return [-len(each) for each in completions]
+args = GRPOConfig(output_dir="out/brief", per_device_train_batch_size=4, gradient_accumulation_steps=2,
+    steps_per_generation=4, num_generations=8, max_steps=10, beta=0.04, loss_type="dr_grpo",
+    scale_rewards=False,     epsilon_high=0.28, lr_scheduler_type="cosine", learning_rate=compute(),
+    report_to=["wandb"], use_vllm=True,
+    vllm_importance_sampling_mode="token_truncate")
+dataset = load_dataset("org/data", split="train")
+trainer = GRPOTrainer(model=NAME, args=args, reward_funcs=[accuracy_reward, brief],
+    train_dataset=dataset.map(f))
+raise SystemExit("this was executed")
+"""
+
+
+def keys_of(project: str, text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    result = import_text(project, text, name)
+    return result.keys, dict(result.missing)
+
+
+def test_slime() -> None:
+    keys, missing = keys_of("slime", SLIME, "run.sh")
+    assert keys == {
+        **{"run.task": "rl", "run.steps": 7, "run.seed": 42, "model.path": "/models/small", "save.every": 5},
+        **{"data.train": ["/data/a.jsonl"], "data.input_key": "q", "data.label_key": "a"},
+        **{"data.metadata_key": "metadata", "data.shuffle": False, "reward.function": "math"},
+        **{"rollout.prompts_per_step": 16, "rollout.samples_per_prompt": 4, "train.global_batch_size": 32},
+        **{"rollout.max_new_tokens": 64, "rollout.temperature": 1.0, "rollout.over_sampling": 8},
+        **{"rollout.partial_rollout": True, "rollout.filters": ["zero_variance"], "rollout.engine": "sglang"},
+        **{"rollout.sglang.mem_fraction_static": 0.6, "rollout.sglang.cuda_graph_bs": [1, 2, 4]},
+        **{"rollout.sglang.tp_size": 2, "placement.rollout_workers": 4, "placement.train_workers": 8},
+        **{"placement.colocated": True, "placement.launcher": "local", "train.engine": "megatron"},
+        **{"algorithm.advantage": "grpo", "algorithm.policy_loss": "gspo", "algorithm.kl_coef": 0.01},
+        **{"algorithm.kl_type": "k1", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1},
+        **{"algorithm.correction": {"tis": {"low": 0.0, "high": 2.0}}, "train.lr": 1e-6},
+        **{"algorithm.loss_aggregation": "sample_mean", "train.weight_decay": 0.01},
+        **{"train.adam_betas": [0.9, 0.95], "train.parallel.tensor": 2, "train.parallel.sequence": True},
+        **{"train.parallel.context": 2, "train.micro_batch_tokens": 200, "eval.interval": 3},
+        **{"eval.data": [{"name": "aime", "path": "/data/aime.jsonl"}], "eval.temperature": 1.0},
+    }
+    assert set(missing) == {"odd", "lr-decay-style", "the file"}
+    assert "constant, cosine" in missing["lr-decay-style"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--advantage-estimator ppo --lambd 0.95 --value-clip 0.3", {"algorithm.advantage": "gae"}),
+        ("--advantage-estimator ppo --lambd 0.95", {"algorithm.advantage_options": {"lambd": 0.95}}),
+        ("--advantage-estimator ppo --value-clip 0.3", {"critic.value_clip": 0.3}),
+        ("--disable-grpo-std-normalization", {"algorithm.advantage_options": {"scale": False}}),
+        ("--kl-loss-coef 0.1", {"algorithm.kl_coef": 0.0}),
+        ("--rm-type boxed_f1", {"reward.function": "f1", "reward.extract": "boxed"}),
+        ("--rm-type remote_rm --rm-url http://h:1", {"reward.options": {"url": "http://h:1"}}),
+        (
+            "--rollout-batch-size 4 --n-samples-per-prompt 2 --global-batch-size 8",
+            {"train.global_batch_size": None},
+        ),
+        ("--use-wandb --wandb-project p", {"run.trackers": ["jsonl", "wandb"]}),
+        ("--rollout-num-gpus 8 --rollout-num-gpus-per-engine 4", {"placement.rollout_workers": 2}),
+        ("""--apply-chat-template-kwargs '{"a": 1}'""", {"data.chat_template_kwargs": {"a": 1}}),
+        ("--use-opsm", {"algorithm.correction": {"sequence_mask": {"delta": 1e-4}}}),
+    ],
+)
+def test_arguments_of_slime_together(arguments: str, expected: dict[str, Any]) -> None:
+    keys, _ = keys_of("slime", f"python train.py {arguments}", "run.sh")
+    assert {key: keys.get(key) for key in expected} == expected
+
+
+def test_slime_with_sft_leaves_what_generates() -> None:
+    script = "python train_async.py --loss-type sft_loss --rollout-batch-size 8 --calculate-per-token-loss"
+    keys, _ = keys_of("slime", script, "run.sh")
+    assert keys["run.task"] == "sft"
+    assert keys["data.apply_chat_template"] is True
+    assert [key for key in keys if key.startswith(("rollout.", "algorithm.", "reward.", "placement.co"))] == [
+        "rollout.prompts_per_step",
+        "algorithm.loss_aggregation",
+    ]
+    assert keys_of("slime", "python train_async.py --lr 1", "r.sh")[0]["rollout.schedule"] == "one_step_off"
+
+
+def test_verl() -> None:
+    keys, missing = keys_of("verl", VERL, "run.sh")
+    expected = {
+        "data.train": [
+            {"name": "gsm8k-train", "path": "/d/gsm8k/train.parquet"},
+            {"name": "math-train", "path": "/d/math/train.parquet"},
+        ],
+        **{"rollout.prompts_per_step": 64, "rollout.samples_per_prompt": 5, "train.global_batch_size": 80},
+        **{"rollout.max_new_tokens": 256, "data.max_prompt_tokens": 512, "train.micro_batch_tokens": 1536},
+        **{"algorithm.advantage": "grpo", "algorithm.kl_coef": 0.001, "algorithm.kl_type": "low_var_kl"},
+        **{"algorithm.loss_aggregation": "sample_mean", "algorithm.dual_clip": 3.0},
+        **{"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28, "rollout.sglang.tp_size": 4},
+        **{"placement.train_workers": 16, "placement.rollout_workers": 4, "placement.launcher": "ray"},
+        **{"placement.colocated": True, "train.engine": "fsdp", "train.recompute": "full"},
+        **{"run.trackers": ["jsonl", "wandb"], "run.tracker_options.wandb.project": "p", "run.name": "e"},
+        **{
+            "save.every": "none",
+            "eval.interval": 5,
+            "eval.data": ["/d/test.parquet"],
+            "eval.temperature": 0.0,
+        },
+    }
+    assert {key: keys.get(key) for key in expected} == expected
+    assert set(missing) == {
+        "trainer.total_epochs",
+        "reward_model.ground_truth",
+        "reward_model.reward_manager",
+    }
+
+
+def test_a_yaml_config_of_verl() -> None:
+    text = (
+        "actor_rollout_ref:\n  model: {path: org/model}\n  actor:\n    optim: {lr: 1e-5}\n"
+        "    strategy: megatron\n    use_dynamic_bsz: true\n"
+        "    megatron: {tensor_model_parallel_size: 2, context_parallel_size: 2}\n"
+        "  rollout: {n: 4, name: '???', max_model_len: null, top_k: -1, prompt_length: '${data.x}'}\n"
+    )
+    keys, _ = keys_of("verl", text, "c.yaml")
+    expected = {"train.lr": 1e-5, "train.engine": "megatron", "train.parallel.tensor": 2, "rollout.top_k": 0}
+    assert {key: keys[key] for key in expected} == expected
+    assert keys["train.micro_batch_tokens"] == 2 * 16384
+    assert keys["algorithm.advantage"] == "gae"
+    assert keys["critic.lr"] == 1e-5
+
+
+def test_trl() -> None:
+    keys, missing = keys_of("trl", TRL, "run.py")
+    expected = {
+        **{"model.path": "org/model", "run.name": "brief", "run.steps": 5, "train.engine": "fsdp"},
+        **{"rollout.prompts_per_step": 2, "rollout.samples_per_prompt": 8, "train.global_batch_size": 8},
+        **{"algorithm.kl_coef": 0.04, "algorithm.kl_type": "k3", "algorithm.clip_high": 0.28},
+        **{"algorithm.loss_aggregation": "constant_length", "algorithm.advantage_options": {"scale": False}},
+        **{"algorithm.correction": {"tis": {"level": "token", "low": 0.0, "high": 3.0}}},
+        **{"reward.function": "math", "data.label_key": "solution", "run.trackers": ["jsonl", "wandb"]},
+        **{"rollout.engine": "sglang", "placement.colocated": True, "train.lr_schedule": "cosine"},
+    }
+    assert {key: keys.get(key) for key in expected} == expected
+    assert "train.lr" not in keys
+    assert "set train.lr" in missing["learning_rate"]
+    assert "brief" in missing["reward_funcs"]
+    assert "hf://datasets/org/data/" in missing["train_dataset"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "a.py",
+            "SFTTrainer(model='m', args=SFTConfig(max_length=9))",
+            {"run.task": "sft", "train.lr": 2e-5},
+        ),
+        ("a.py", "GRPOTrainer(model='m', peft_config=LoraConfig(r=4))", {"train.lora.rank": 4}),
+        (
+            "a.py",
+            "trl.RLOOTrainer(model='m')",
+            {"algorithm.advantage": "rloo", "rollout.samples_per_prompt": 2},
+        ),
+        (
+            "a.sh",
+            "accelerate launch --num_processes 4 grpo.py --num_generations 2",
+            {"placement.train_workers": 4},
+        ),
+        (
+            "a.sh",
+            "trl grpo --num_generations 2 --beta 0.1",
+            {"rollout.prompts_per_step": 4, "algorithm.kl_coef": 0.1},
+        ),
+        (
+            "a.sh",
+            "trl sft --model_name_or_path m --learning_rate 1e-4",
+            {"run.task": "sft", "train.lr": 1e-4},
+        ),
+        ("a.yaml", "learning_rate: 1e-4\nmodel_name_or_path: m", {"train.lr": 1e-4, "model.path": "m"}),
+    ],
+)
+def test_files_of_trl(name: str, text: str, expected: dict[str, Any]) -> None:
+    keys, _ = keys_of("trl", text, name)
+    assert {key: keys.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("project", "name", "text", "message"),
+    [
+        ("slime", "a.sh", "echo hello", "neither calls train.py nor has arrays"),
+        ("verl", "a.sh", "echo hello", "no overrides"),
+        ("verl", "a.yaml", "a: &a [1]\nb: *a", "aliases"),
+        ("verl", "a.yaml", "[1, 2]", "not a YAML mapping"),
+        ("verl", "a.yaml", "a: [" * 3000, "not YAML"),
+        ("verl", "a.yaml", "a: !!python/object/apply:os.system [x]", "not YAML"),
+        ("trl", "a.py", "print('hello')", "calls no GRPOConfig"),
+        ("trl", "a.py", "GRPOConfig(", "not Python"),
+        ("trl", "a.py", "GRPOConfig(a=" + "-" * 50_000 + "1)", "not Python"),
+        ("trl", "a.py", "x\0", "not Python"),
+        ("trl", "a.sh", "echo hello", "neither trl nor a Python script"),
+    ],
+)
+def test_other_texts_are_refused(project: str, name: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        import_text(project, text, name)

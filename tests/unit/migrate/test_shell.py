@@ -1,0 +1,73 @@
+"""Words of a shell script: quotes, variables, arrays, sums. Nothing is executed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from anygauge.migrate.shell import commands
+from anygauge.migrate.table import Unresolved
+
+
+def last(text: str) -> list[object]:
+    return list(list(commands(text))[-1])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run --a 1 # why\n", ["run", "--a", "1"]),
+        ("run --a \\\n  'b c' \"d e\"f#g", ["run", "--a", "b c", "d ef#g"]),
+        ("A=1\nB=${A}2\nrun $B ${C:-$A} ${D:-x}", ["run", "12", "1", "x"]),
+        ('A="1 2"\nrun $A "$A" \'$A\'', ["run", "1", "2", "1 2", "$A"]),
+        (
+            'X=(\n --a 1 # --b 2\n #--c 3\n)\nX+=(--d)\nrun ${X[@]} "${X[@]}"',
+            ["run", *["--a", "1", "--d"] * 2],
+        ),
+        ("N=4\nrun $((N * 2)) $(( (N + 1) * ${N} )) $((7 / 2))", ["run", "8", "20", "3"]),
+        ("export A=1; run $A && x $A", ["x", "1"]),
+        ('run ["console","wandb"]', ["run", "[console,wandb]"]),
+        ("A=1\nA=2\nrun $A", ["run", "2"]),
+    ],
+)
+def test_words(text: str, words: list[str]) -> None:
+    assert last(text) == words
+
+
+@pytest.mark.parametrize(
+    "word", ["$(touch x)", "`touch x`", "$UNSET/a", "${UNSET}", "$((1/0))", "$((f(1)))", "$1"]
+)
+def test_a_word_that_only_a_run_knows_is_unresolved(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(last(f"run {word}")[1], Unresolved)
+    assert isinstance(last(f'A={word}\nrun "$A"')[1], Unresolved)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_home_directory_alone_is_taken_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SECRET", "s")
+    assert last("run $HOME/data $SECRET") == ["run", "/home/me/data", Unresolved("$SECRET")]
+
+
+def test_expansions_that_multiply_are_refused() -> None:
+    doubled = "A=aaaaaaaaaa\n" + "A=$A$A\n" * 60
+    with pytest.raises(ValueError, match="more than 65536 characters"):
+        list(commands(doubled))
+    arrays = "A=(a b c d)\n" + "A=(${A[@]} ${A[@]})\n" * 60
+    with pytest.raises(ValueError, match="more than 20000 words"):
+        list(commands(arrays))
+
+
+@pytest.mark.parametrize("part", ["$((", '"\\', "'", "${", "$(", "a=(", "((", "${A:-", "# ", "$"])
+def test_any_text_is_read_to_its_end(part: str) -> None:
+    text = part * (60_000 // len(part))  # minutes, if each part were read to the end
+    assert sum(map(len, commands(text))) <= 1
+
+
+def test_many_words_are_too_many() -> None:
+    with pytest.raises(ValueError, match="more than 20000 words"):
+        list(commands("a " * 50_000))
