@@ -93,7 +93,8 @@ def _tree(result: Imported, file: Path) -> dict[str, Any]:
     from anygauge.config.tree import put
     from anygauge.config.validate import sections
 
-    result.put("run.name", _NO_NAME.sub("-", file.stem).strip("-._") or "imported")
+    if "run.name" not in result.keys:
+        result.put("run.name", _NO_NAME.sub("-", file.stem).strip("-._") or "imported")
     tree: dict[str, Any] = {}
     order = [name for name, _ in sections()]
     for key, value in sorted(result.keys.items(), key=lambda each: order.index(each[0].partition(".")[0])):

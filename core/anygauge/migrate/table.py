@@ -15,6 +15,8 @@ __all__ = ["PROJECTS", "Imported", "Input", "Row", "Unresolved", "convert", "for
 
 PROJECTS = ("slime", "verl", "trl")
 LONGEST_SHOWN = 80
+DEEPEST = 16
+"""Tables and lists in a value."""
 _NAME = re.compile(r"\w[\w.-]{0,150}")
 
 
@@ -61,7 +63,7 @@ class Input:
     arguments: Mapping[str, Any]
     """Values by name; :class:`Unresolved` where the text does not tell one."""
     notes: tuple[str, ...] = ()
-    """What the reader left out."""
+    """Notes on parts that the reader left out."""
 
 
 @dataclass(slots=True)
@@ -77,8 +79,8 @@ class Imported:
     """Arguments without a counterpart, each with the reason or what to do instead."""
 
     def put(self, key: str, value: Any) -> None:
-        """Set a key, unless the value is ``None`` or not known."""
-        if value is not None and not isinstance(value, Unresolved):
+        """Set a key, unless the value is ``None``, not known, or nothing that TOML can have."""
+        if _is_plain(value):
             self.keys[key] = value
 
     def miss(self, name: str, why: str) -> None:
@@ -117,8 +119,13 @@ def foreign_keys(name: str) -> Iterator[tuple[str, Row]]:
 
 
 def convert(project: str, source: Input, rules: Rules) -> Imported:
-    """Return the config that the arguments of another project's script or config amount to."""
+    """Return the config that the arguments of another project's script or config amount to.
+
+    :raises ValueError: None of them is an argument of the project.
+    """
     result, table = Imported(), rows(project)
+    if all(_row_of(table, name) is None for name in source.arguments):
+        raise ValueError(f"none of its arguments is in the table of {project}")
     for name, value in source.arguments.items():
         _convert(table, name, value, result)
     for name, row in table.items():
@@ -137,8 +144,8 @@ def _with_defaults(table: Mapping[str, Row], arguments: Mapping[str, Any]) -> di
 
 def _convert(table: Mapping[str, Row], name: str, value: Any, result: Imported) -> None:
     """Apply the row of an argument; one with a rule is left to the rules of its project."""
-    row = table.get(name) or _prefix_row(table, name)
-    if row is None or not _NAME.fullmatch(name):
+    row = _row_of(table, name)
+    if row is None:
         result.miss(name, "not in the table of this project; look for a key with `anygauge keys WORD`")
     elif row.unneeded or (row.note and value is False):
         result.unneeded.append(name)
@@ -146,27 +153,42 @@ def _convert(table: Mapping[str, Row], name: str, value: Any, result: Imported) 
         result.miss(row.name, row.note)
     elif isinstance(value, Unresolved):
         result.miss(name, f"its value {_short(value)} is not known from the text; set {', '.join(row.keys)}")
-    else:
-        _put(row, name, value, result)
+    elif not _is_plain(value):
+        result.miss(name, f"its value cannot be written in TOML; set {', '.join(row.keys)}")
+    elif _put(row, name, value, result):
+        result.converted.append(name)
 
 
-def _prefix_row(table: Mapping[str, Row], name: str) -> Row | None:
-    return next((row for row in table.values() if row.is_prefix and name.startswith(row.name[:-1])), None)
+def _is_plain(value: Any, depth: int = DEEPEST) -> bool:
+    """Return whether TOML can have a value."""
+    if isinstance(value, list | tuple | dict) and depth:
+        below = value.values() if isinstance(value, dict) else value
+        names = value if isinstance(value, dict) else ()
+        return all(isinstance(name, str) for name in names) and all(
+            _is_plain(each, depth - 1) for each in below
+        )
+    return isinstance(value, str | bool | int | float)
 
 
-def _put(row: Row, name: str, value: Any, result: Imported) -> None:
-    """Set the keys of a row without a rule, and record the argument as converted."""
+def _row_of(table: Mapping[str, Row], name: str) -> Row | None:
+    if not _NAME.fullmatch(name):
+        return None
+    beginnings = (row for row in table.values() if row.is_prefix and name.startswith(row.name[:-1]))
+    return table.get(name) or next(beginnings, None)
+
+
+def _put(row: Row, name: str, value: Any, result: Imported) -> bool:
+    """Set the keys of a row without a rule, and return whether the value has a counterpart."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     if row.values and text not in row.values:
         known = ", ".join(row.values)
         result.miss(name, f"{_short(value)} has no counterpart (converted: {known}); see {row.keys[0]}")
-        return
-    if name not in result.converted and value is not row.default:
-        result.converted.append(name)
+        return False
     if not row.rule:
         for key in row.keys:
             rest = name[len(row.name) - 1 :].replace("-", "_")
             result.put(key.replace("*", rest), row.values.get(text, value))
+    return True
 
 
 def _short(value: Any) -> str:

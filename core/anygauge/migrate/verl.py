@@ -29,6 +29,7 @@ SIZES = {
     "expert_parallel_size": "ep_size",
     "pipeline_model_parallel_size": "pp_size",
 }
+MEDIA = {"data.image_key": "images", "data.video_key": "videos"}
 TRACKERS = ("wandb", "tensorboard", "trackio")
 LABEL = (
     "the answer is in reward_model.ground_truth of verl's rows, inside a table: write it into a field of its "
@@ -43,7 +44,9 @@ def read(text: str, name: str) -> Input:
     :raises ValueError: There are none.
     """
     if PurePath(name).suffix in (".yaml", ".yml"):
-        return Input(flat_yaml(text))
+        leaves = flat_yaml(text)
+        # The full config names fields of media for models of text too.
+        return Input({name: value for name, value in leaves.items() if MEDIA.get(name) != value})
     arguments: dict[str, Any] = {}
     for words in commands(text):
         for word in words:
@@ -153,7 +156,7 @@ def _engine(given: Mapping[str, Any], out: Imported, workers: int) -> None:
 def _data(given: Mapping[str, Any], out: Imported) -> None:
     out.put("data.train", _files(given.get("data.train_files")))
     media = {kind: given.get(f"data.{kind}_key") for kind in ("image", "video")}
-    if any(media.values()) and "data.image_key" in out.converted + list(given):
+    if any(media.values()):
         out.put("data.multimodal_keys", {kind: key for kind, key in media.items() if isinstance(key, str)})
 
 

@@ -86,3 +86,9 @@ def test_names_in_a_file_stay_in_their_line_of_the_config(
     config = tomllib.loads(capsys.readouterr().out)
     assert config["model"]["path"] == 'm"\nz = 1'
     assert "x" not in config
+
+
+def test_a_name_in_the_file_names_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text("run_name: mine\nmodel_name_or_path: org/model\n")
+    assert main(["import", "trl", str(tmp_path / "a.yaml"), "--backend", "cpu"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["run"]["name"] == "mine"

@@ -8,6 +8,8 @@ import pytest
 
 from anygauge.migrate.project import import_text
 
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+TIS = {"level": "token", "high": 2.0}
 SLIME = """
 source "${DIR}/models/small.sh"
 NUM=${NUM:-8}
@@ -63,6 +65,9 @@ raise SystemExit("this was executed")
 """
 
 
+ICEPOP = {"low": 0.0, "high": 2.0}
+
+
 def keys_of(project: str, text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
     result = import_text(project, text, name)
     return result.keys, dict(result.missing)
@@ -109,6 +114,15 @@ def test_slime() -> None:
         ("--use-wandb --wandb-project p", {"run.trackers": ["jsonl", "wandb"]}),
         ("--rollout-num-gpus 8 --rollout-num-gpus-per-engine 4", {"placement.rollout_workers": 2}),
         ("""--apply-chat-template-kwargs '{"a": 1}'""", {"data.chat_template_kwargs": {"a": 1}}),
+        (
+            "--use-tis --custom-tis-function-path a.icepop_function",
+            {"algorithm.correction": {"icepop": ICEPOP}},
+        ),
+        ("--get-mismatch-metrics", {"algorithm.correction": {"metrics_only": {}}}),
+        ("--debug-train-only", {"debug.mode": "train_only"}),
+        ("--save-debug-rollout-data p", {"debug.dump_rollouts": True}),
+        ("--rollout-function-path a.generate_rollout_fully_async", {"rollout.schedule": "async"}),
+        ("--seed 3 --rollout-seed 4 --colocate False", {"run.seed": 4, "placement.colocated": False}),
         ("--use-opsm", {"algorithm.correction": {"sequence_mask": {"delta": 1e-4}}}),
     ],
 )
@@ -157,6 +171,57 @@ def test_verl() -> None:
         "reward_model.ground_truth",
         "reward_model.reward_manager",
     }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (f"{ACTOR}ulysses_sequence_parallel_size=2", {"train.parallel.context": 2}),
+        (f"{ACTOR}fsdp_config.fsdp_size=4", {"train.parallel.replicate": 2}),
+        ("data.image_key=images", {"data.multimodal_keys": {"image": "images"}}),
+        (
+            "trainer.test_freq=2 data.val_files=[a.jsonl] " + f"{ROLLOUT}val_kwargs.n=3",
+            {"eval.samples_per_prompt": 3},
+        ),
+        ("algorithm.filter_groups.max_num_gen_batches=4", {"rollout.max_num_gen_batches": 4}),
+        ("algorithm.rollout_correction.rollout_is=token", {"algorithm.correction": {"tis": TIS}}),
+        (f"{ACTOR}tis_imp_ratio_cap=3", {"algorithm.correction": {"tis": {"high": 3}}}),
+        ("algorithm.use_kl_in_reward=True", {"algorithm.kl_reward_coef": 0.001}),
+        (f"{ROLLOUT}name=hf", {"rollout.engine": "transformers", "rollout.sglang.mem_fraction_static": None}),
+        ("actor_rollout_ref.model.lora_rank=8", {"train.lora.rank": 8, "train.lora.targets": "all-linear"}),
+        ("custom_reward_function.path=a/b.py custom_reward_function.name=f", {"reward.function": "b:f"}),
+        (f"{ACTOR}optim.lr_warmup_steps=3", {"train.warmup_steps": 3}),
+    ],
+)
+def test_overrides_of_verl_together(overrides: str, expected: dict[str, Any]) -> None:
+    keys, _ = keys_of("verl", f"python -m verl.trainer.main_ppo {ROLLOUT}n=2 {overrides}", "run.sh")
+    assert {key: keys.get(key) for key in expected} == expected
+
+
+def test_what_has_no_counterpart_is_said() -> None:
+    for project, name, text, argument in (
+        (
+            "slime",
+            "a.sh",
+            "python train.py --use-tis --custom-tis-function-path a.b",
+            "custom-tis-function-path",
+        ),
+        ("slime", "a.sh", "python train.py --rm-type ifbench", "rm-type"),
+        ("verl", "a.sh", f"run {ROLLOUT}n=2 {ROLLOUT}name=vllm", f"{ROLLOUT}name"),
+        ("verl", "a.sh", f"run {ROLLOUT}n=2 algorithm.adv_estimator=remax", "algorithm.adv_estimator"),
+        ("trl", "a.py", "GRPOTrainer(model='m')", "lr_scheduler_type"),
+        ("trl", "a.py", "GRPOConfig(loss_type='sapo')", "loss_type"),
+        ("trl", "a.py", "GRPOConfig(chat_template_kwargs={1: b'x'}, stop=2)", "chat_template_kwargs"),
+        ("trl", "a.py", "GRPOConfig(top_k=[x, 1])", "top_k"),
+    ):
+        assert argument in keys_of(project, text, name)[1]
+
+
+def test_an_argument_that_needs_no_key_is_no_loss() -> None:
+    result = import_text("slime", "python train.py --balance-data --hidden-dropout 0 --colocate", "a.sh")
+    assert result.converted == ["colocate"]
+    assert result.unneeded == ["balance-data", "hidden-dropout"]
+    assert result.missing == []
 
 
 def test_a_yaml_config_of_verl() -> None:
@@ -221,6 +286,11 @@ def test_trl() -> None:
             "trl sft --model_name_or_path m --learning_rate 1e-4",
             {"run.task": "sft", "train.lr": 1e-4},
         ),
+        ("a.py", "SFTTrainer(model='m')", {"data.input_key": "messages", "data.label_key": "none"}),
+        ("a.py", "GRPOTrainer(model='m')", {"rollout.engine": "transformers", "data.label_key": "none"}),
+        ("a.py", "GRPOTrainer(model='m')", {"data.apply_chat_template": True, "train.lr_schedule": "cosine"}),
+        ("a.sh", "trl grpo --use_vllm --vllm_tensor_parallel_size 2", {"rollout.sglang.tp_size": 2}),
+        ("a.sh", "trl grpo --use_peft --lora_alpha 8", {"train.lora.rank": 16, "train.lora.alpha": 8}),
         ("a.yaml", "learning_rate: 1e-4\nmodel_name_or_path: m", {"train.lr": 1e-4, "model.path": "m"}),
     ],
 )
@@ -235,6 +305,7 @@ def test_files_of_trl(name: str, text: str, expected: dict[str, Any]) -> None:
         ("slime", "a.sh", "echo hello", "neither calls train.py nor has arrays"),
         ("verl", "a.sh", "echo hello", "no overrides"),
         ("verl", "a.yaml", "a: &a [1]\nb: *a", "aliases"),
+        ("verl", "a.yaml", "a: 1", "none of its arguments is in the table of verl"),
         ("verl", "a.yaml", "[1, 2]", "not a YAML mapping"),
         ("verl", "a.yaml", "a: [" * 3000, "not YAML"),
         ("verl", "a.yaml", "a: !!python/object/apply:os.system [x]", "not YAML"),
