@@ -24,6 +24,16 @@ CRITIC = {
     "critic.megatron.tensor_model_parallel_size": "critic.parallel.tensor",
     "critic.megatron.pipeline_model_parallel_size": "critic.parallel.pipeline",
 }
+SFT_DEFAULTS: Mapping[str, tuple[str, Any]] = {
+    "rollout.prompts_per_step": ("data.train_batch_size", 256),
+    "data.max_prompt_tokens": ("data.max_length", 1024),
+    "data.input_key": ("data.prompt_key", "question"),
+    "data.label_key": ("data.response_key", "answer"),
+    "train.lr": ("optim.lr", 1e-5),
+    "train.lr_schedule": ("optim.lr_scheduler", "cosine"),
+    "train.adam_betas": ("optim.betas", [0.9, 0.95]),
+}
+"""Argument and default of verl's SFT trainer, by key: others than those of its PPO trainer."""
 SIZES = {
     "data_parallel_size": "dp_size",
     "expert_parallel_size": "ep_size",
@@ -200,14 +210,22 @@ def _sft(given: Mapping[str, Any], out: Imported) -> None:
     kept = "rollout.prompts_per_step", "algorithm.loss_aggregation"
     gone = "rollout.", "algorithm.", "critic.", "reward.", "eval.", "placement.colocated"
     out.keys = {key: value for key, value in out.keys.items() if key in kept or not key.startswith(gone)}
-    out.put("data.max_prompt_tokens", given.get("data.max_length"))
-    for ours, theirs in (
-        ("input_key", ("data.prompt_dict_keys", "data.multiturn.messages_key", "data.prompt_key")),
-        ("label_key", ("data.response_dict_keys", "data.response_key")),
-    ):
-        values = (given[name] for name in theirs if name in given)
-        value = next(values, None)
-        out.put(f"data.{ours}", value[0] if isinstance(value, list) and len(value) == 1 else value)
+    out.put("data.apply_chat_template", True)
+    for key, (name, default) in SFT_DEFAULTS.items():
+        out.put(key, given[name] if name in out.converted else default)
+    if given.get("data.multiturn.enable") is True:
+        out.put("data.input_key", given.get("data.multiturn.messages_key", "messages"))
+        out.put("data.label_key", "none")
+        return
+    for name, key in (("prompt", "data.input_key"), ("response", "data.label_key")):
+        inner = given.get(f"data.{name}_dict_keys")
+        if isinstance(inner, list) and len(inner) == 1:
+            out.put(key, inner[0])
+            out.miss(
+                f"data.{name}_dict_keys", f"{inner[0]} is inside a table: write it into a field of its own"
+            )
+        elif f"data.{name}_key" in out.converted:
+            out.put(key, given[f"data.{name}_key"])
 
 
 def _batches(given: Mapping[str, Any], out: Imported) -> None:

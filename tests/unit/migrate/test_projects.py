@@ -123,6 +123,11 @@ def test_slime() -> None:
         ("--save-debug-rollout-data p", {"debug.dump_rollouts": True}),
         ("--rollout-function-path a.generate_rollout_fully_async", {"rollout.schedule": "async"}),
         ("--seed 3 --rollout-seed 4 --colocate False", {"run.seed": 4, "placement.colocated": False}),
+        (
+            "--rollout-stop a b --rollout-stop-token-ids 3",
+            {"rollout.stop": ["a", "b"], "rollout.stop_token_ids": [3]},
+        ),
+        ("--rollout-external-engine-addrs h:1", {"rollout.external": ["http://h:1"]}),
         ("--use-opsm", {"algorithm.correction": {"sequence_mask": {"delta": 1e-4}}}),
     ],
 )
@@ -190,11 +195,42 @@ def test_verl() -> None:
         (f"{ROLLOUT}name=hf", {"rollout.engine": "transformers", "rollout.sglang.mem_fraction_static": None}),
         ("actor_rollout_ref.model.lora_rank=8", {"train.lora.rank": 8, "train.lora.targets": "all-linear"}),
         ("custom_reward_function.path=a/b.py custom_reward_function.name=f", {"reward.function": "b:f"}),
+        ("algorithm.adv_estimator=gae algorithm.lam=0.9", {"algorithm.advantage_options": {"lambd": 0.9}}),
+        ("reward_model.reward_manager=dapo", {"reward.function": "dapo", "data.apply_chat_template": True}),
+        ("actor_rollout_ref.model.lora_rank=8", {"train.lora.alpha": 16}),
+        (f"{ACTOR}optim.min_lr_ratio=0.1", {"train.min_lr": 1e-7}),
         (f"{ACTOR}optim.lr_warmup_steps=3", {"train.warmup_steps": 3}),
     ],
 )
 def test_overrides_of_verl_together(overrides: str, expected: dict[str, Any]) -> None:
     keys, _ = keys_of("verl", f"python -m verl.trainer.main_ppo {ROLLOUT}n=2 {overrides}", "run.sh")
+    assert {key: keys.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            "",
+            {
+                "run.task": "sft",
+                "rollout.prompts_per_step": 256,
+                "train.lr": 1e-5,
+                "data.max_prompt_tokens": 1024,
+            },
+        ),
+        ("data.train_batch_size=8 optim.lr=1e-4", {"rollout.prompts_per_step": 8, "train.lr": 1e-4}),
+        (
+            "data.prompt_key=extra data.prompt_dict_keys=['q']",
+            {"data.input_key": "q", "data.label_key": "answer"},
+        ),
+        ("data.multiturn.enable=true", {"data.input_key": "messages", "data.label_key": "none"}),
+        ("data.response_key=r", {"data.label_key": "r", "rollout.engine": None, "algorithm.advantage": None}),
+    ],
+)
+def test_sft_of_verl(overrides: str, expected: dict[str, Any]) -> None:
+    script = f"torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=org/model {overrides}"
+    keys, _ = keys_of("verl", script, "run.sh")
     assert {key: keys.get(key) for key in expected} == expected
 
 
@@ -207,6 +243,9 @@ def test_what_has_no_counterpart_is_said() -> None:
             "custom-tis-function-path",
         ),
         ("slime", "a.sh", "python train.py --rm-type ifbench", "rm-type"),
+        ("slime", "a.sh", "python train.py --multimodal-keys x", "multimodal-keys"),
+        ("slime", "a.sh", "python train.py --lr 1", "rollout-num-gpus"),
+        ("verl", "a.sh", f"run {ROLLOUT}n=2 trainer.val_before_train=False", "trainer.val_before_train"),
         ("verl", "a.sh", f"run {ROLLOUT}n=2 {ROLLOUT}name=vllm", f"{ROLLOUT}name"),
         ("verl", "a.sh", f"run {ROLLOUT}n=2 algorithm.adv_estimator=remax", "algorithm.adv_estimator"),
         ("trl", "a.py", "GRPOTrainer(model='m')", "lr_scheduler_type"),
@@ -290,6 +329,7 @@ def test_trl() -> None:
         ("a.py", "GRPOTrainer(model='m')", {"rollout.engine": "transformers", "data.label_key": "none"}),
         ("a.py", "GRPOTrainer(model='m')", {"data.apply_chat_template": True, "train.lr_schedule": "cosine"}),
         ("a.sh", "trl grpo --use_vllm --vllm_tensor_parallel_size 2", {"rollout.sglang.tp_size": 2}),
+        ("a.sh", "trl grpo --use_vllm", {"rollout.sglang.mem_fraction_static": 0.3}),
         ("a.sh", "trl grpo --use_peft --lora_alpha 8", {"train.lora.rank": 16, "train.lora.alpha": 8}),
         ("a.yaml", "learning_rate: 1e-4\nmodel_name_or_path: m", {"train.lr": 1e-4, "model.path": "m"}),
     ],
