@@ -142,10 +142,10 @@ def _page(key: str) -> str:
 def _tried(project: str) -> Iterator[str]:
     version, scripts = TRIED[project]
     yield (
-        f"Of {version}. Arguments without a counterpart count once for a row of several. Arguments of\n"
-        "SGLang are checked where it is installed; here it was not.\n"
+        f"Of {version}. Arguments without a counterpart count once for a row of several. SGLang was\n"
+        "not installed, so its arguments were not checked.\n"
     )
-    yield "| script | converted | no key needed | no counterpart | dry run, where SGLang is installed |"
+    yield "| script | converted | no key needed | no counterpart | dry run, but for SGLang |"
     yield "|---|---|---|---|---|"
     for path, converted, unneeded, missing, needs in scripts:
         result = needs if needs == "passes" else "needs " + ", ".join(f"`{key}`" for key in needs.split(", "))

@@ -137,10 +137,11 @@ def _check(tree: dict[str, Any], backend: str | None) -> None:
         load(tree, (), say=lambda _: None, backend=backend, is_dry=True, check_files=False)
     except ConfigError as error:
         lines = str(error.args[0]).splitlines()
-        if all(NO_SGLANG in line for line in lines[1:]):
-            _say(f"the config passes {CHECK}, but for SGLang, which is not installed here to check its arguments")
+        problems = lines[1:] or lines
+        if all(NO_SGLANG in line for line in problems):
+            _say(f"the config passes {CHECK}; SGLang is not installed here to check its arguments")
         else:
-            _say("the config is not complete yet:", *lines[1:])
+            _say("the config is not complete yet:", *problems)
     else:
         _say(f"the config passes {CHECK}")
 

@@ -44,6 +44,18 @@ def test_the_report_names_the_keys_that_are_missing(
     assert "the config is not complete yet:\n  model: not set" in printed.err
 
 
+def test_a_missing_sglang_is_no_fault_of_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "a.sh"
+    script.write_text(
+        "python train.py --hf-checkpoint org/model --prompt-data a.jsonl --label-key a --rm-type math "
+        "--n-samples-per-prompt 8 --rollout-max-response-len 64 --colocate"
+    )
+    main(["import", "slime", str(script), "--backend", "cpu"])
+    assert capsys.readouterr().err.splitlines()[-1].startswith("the config passes `anygauge train --dry-run")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -9,6 +9,7 @@ import pytest
 from anygauge.migrate.project import import_text
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+SPACE = "run.tracker_options.trackio.space_id"
 TIS = {"level": "token", "high": 2.0}
 SLIME = """
 source "${DIR}/models/small.sh"
@@ -160,7 +161,12 @@ def test_verl() -> None:
         **{"algorithm.advantage": "grpo", "algorithm.kl_coef": 0.001, "algorithm.kl_type": "low_var_kl"},
         **{"algorithm.loss_aggregation": "sample_mean", "algorithm.dual_clip": 3.0},
         **{"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28, "rollout.sglang.tp_size": 4},
-        **{"placement.train_workers": 16, "placement.rollout_workers": 4, "placement.launcher": "ray"},
+        **{
+            "data.label_key": "ground_truth",
+            "placement.train_workers": 16,
+            "placement.rollout_workers": 4,
+            "placement.launcher": "ray",
+        },
         **{"placement.colocated": True, "train.engine": "fsdp", "train.recompute": "full"},
         **{"run.trackers": ["jsonl", "wandb"], "run.tracker_options.wandb.project": "p", "run.name": "e"},
         **{
@@ -250,6 +256,7 @@ def test_what_has_no_counterpart_is_said() -> None:
         ("verl", "a.sh", f"run {ROLLOUT}n=2 algorithm.adv_estimator=remax", "algorithm.adv_estimator"),
         ("trl", "a.py", "GRPOTrainer(model='m')", "lr_scheduler_type"),
         ("trl", "a.py", "GRPOConfig(loss_type='sapo')", "loss_type"),
+        ("trl", "a.py", "GRPOConfig(scale_rewards='batch')", "scale_rewards"),
         ("trl", "a.py", "GRPOConfig(chat_template_kwargs={1: b'x'}, stop=2)", "chat_template_kwargs"),
         ("trl", "a.py", "GRPOConfig(top_k=[x, 1])", "top_k"),
     ):
@@ -330,6 +337,8 @@ def test_trl() -> None:
         ("a.py", "GRPOTrainer(model='m')", {"data.apply_chat_template": True, "train.lr_schedule": "cosine"}),
         ("a.sh", "trl grpo --use_vllm --vllm_tensor_parallel_size 2", {"rollout.sglang.tp_size": 2}),
         ("a.sh", "trl grpo --use_vllm", {"rollout.sglang.mem_fraction_static": 0.3}),
+        ("a.sh", "trl grpo --use_vllm --vllm_max_model_length 9", {"rollout.sglang.context_length": 9}),
+        ("a.sh", "trl sft --report_to trackio --trackio_space_id s", {SPACE: "s"}),
         ("a.sh", "trl grpo --use_peft --lora_alpha 8", {"train.lora.rank": 16, "train.lora.alpha": 8}),
         ("a.yaml", "learning_rate: 1e-4\nmodel_name_or_path: m", {"train.lr": 1e-4, "model.path": "m"}),
     ],
