@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from anygauge.config.schema import Config
 from anygauge.config.tree import Tree, merge, plain, remove
-from anygauge.migrate.table import foreign_keys
+from anygauge.migrate.table import foreign_keys, rows
 from anygauge_hooks.types import ConfigProblem
 
 __all__ = [
@@ -221,11 +221,13 @@ def _unknown_hint(loc: Sequence[int | str]) -> str:
 
 def _foreign_hint(name: str) -> str:
     """Return the keys that an argument of another project has here, if it is one."""
-    projects: dict[str, list[str]] = {}
+    if any(path.startswith(f"{name}.") for path in rows("verl")):
+        return "unknown key; a table of verl: `anygauge import verl FILE` converts its scripts and configs"
+    pages: dict[str, list[str]] = {}
     for project, row in foreign_keys(name):
-        projects.setdefault(" and ".join(row.keys), []).append(project)
-    meanings = (f"{keys} ({' and '.join(names)}: {name})" for keys, names in projects.items())
-    return f"unknown key; write {' or '.join(meanings)}" if projects else ""
+        pages.setdefault(" and ".join(row.keys), []).append(f"docs/migrate/{project}.md")
+    meanings = (f"{keys} ({' and '.join(names)})" for keys, names in pages.items())
+    return f"unknown key; write {' or '.join(meanings)}" if pages else ""
 
 
 def _value_hint(detail: ErrorDetails) -> str:

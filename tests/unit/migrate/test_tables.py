@@ -60,15 +60,22 @@ def test_every_value_of_a_table_in_code_is_one_of_ours() -> None:
 @pytest.mark.parametrize(
     ("table", "name", "hint"),
     [
-        ("rollout", "rollout_batch_size", "write rollout.prompts_per_step (slime: rollout_batch_size)"),
-        ("train", "ppo_mini_batch_size", "write train.global_batch_size (verl: ppo_mini_batch_size)"),
-        ("algorithm", "num_generations", "write rollout.samples_per_prompt (trl: num_generations)"),
-        ("algorithm", "beta", "write algorithm.kl_coef and algorithm.kl_type (trl: beta)"),
+        ("rollout", "rollout_batch_size", "write rollout.prompts_per_step (docs/migrate/slime.md)"),
+        ("train", "ppo_mini_batch_size", "write train.global_batch_size (docs/migrate/verl.md)"),
+        ("algorithm", "num_generations", "write rollout.samples_per_prompt (docs/migrate/trl.md)"),
+        ("algorithm", "beta", "write algorithm.kl_coef and algorithm.kl_type (docs/migrate/trl.md)"),
     ],
 )
 def test_an_unknown_key_of_another_project_is_named_by_ours(table: str, name: str, hint: str) -> None:
     (problem,) = [each for each in validate({table: {name: 1}}).problems if each.path.endswith(name)]
     assert problem.hint == f"unknown key; {hint}"
+
+
+def test_a_table_of_verl_is_named() -> None:
+    (problem,) = [
+        each for each in validate({"actor_rollout_ref": {}}).problems if each.path == "actor_rollout_ref"
+    ]
+    assert "`anygauge import verl FILE`" in problem.hint
 
 
 def test_an_argument_without_a_counterpart_gives_no_hint() -> None:
