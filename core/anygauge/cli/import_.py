@@ -73,11 +73,11 @@ def _read(file: Path) -> str:
 
     try:
         if not stat.S_ISREG(file.stat().st_mode):
-            raise ConfigError(f"{file} is not a regular file.", hint="Name a script or a config.")
+            raise OSError("it is not a regular file")
         with file.open("rb") as stream:
             content = stream.read(MOST_BYTES + 1)
         text = content.decode("utf-8").replace("\r\n", "\n")
-    except (OSError, ValueError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}.", hint="Name a script or a config.") from error
     if len(content) > MOST_BYTES:
         hint = "Import the script that passes the arguments, or cut out what does not concern the run."

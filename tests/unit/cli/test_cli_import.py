@@ -84,7 +84,9 @@ def test_what_is_no_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("", "not a regular file"),
     ):
         assert main(["import", "trl", str(tmp_path / name)]) == 1
-        assert message in capsys.readouterr().err
+        printed = capsys.readouterr().err
+        assert message in printed
+        assert printed.count("[AG201]") == 1
 
 
 def test_names_in_a_file_stay_in_their_line_of_the_config(
