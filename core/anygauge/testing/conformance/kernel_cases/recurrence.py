@@ -39,12 +39,18 @@ def delta_case(
     *,
     decay: float = 1.0,
     scale: float = 0.4,
+    spread: float = 0.0,
 ) -> Case:
-    """Return a case whose states are multiplied with ``exp(-decay)`` per token, on average."""
+    """Return a case whose states are multiplied with ``exp(-decay)`` per token, on average.
+
+    :param spread: If not 0, all keys are near one, at about this distance before they are normalized.
+    """
     tokens = sum(lengths)
 
     def tensors() -> tuple[Tensor, ...]:
         q, k = (torch.nn.functional.normalize(normal(tokens, heads, width), dim=-1) for _ in range(2))
+        if spread:
+            k = torch.nn.functional.normalize(k[:1] + spread * k, dim=-1)
         g = -2 * decay * torch.rand(tokens, heads, dtype=torch.float64)
         beta = torch.rand(tokens, heads, dtype=torch.float64)
         return q, k, normal(tokens, heads, value_width), g, beta
@@ -84,6 +90,7 @@ CASES = [
     *(delta_case(name, lengths) for name, lengths in LENGTHS.items()),
     delta_case("forgets", (70, 5), decay=30.0, scale=2.0),
     delta_case("keeps", (64, 65), decay=1e-3),
+    delta_case("alike-keys", (130, 7), 2, decay=1e-3, spread=0.5),  # U is small beside its terms
     delta_case("narrow-values", (5, 0, 17), width=32, value_width=8, scale=1.0),
     delta_case("wide-heads", (5, 66), 2, 128, 64),
     delta_case("many-heads", (9, 4), 33, 8, 8),
