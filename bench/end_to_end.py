@@ -22,7 +22,8 @@ weights), or the reward did not rise. Runs under ten steps need not learn, and n
 mixture of experts stands for the model in rows of experts, and a dense one in rows of tensor parallelism that
 cannot divide its heads. Their reward is the share of characters with an even code.
 
-Seconds, tokens a second and their parts are medians over the steps after the first three. *Start* is from the
+Seconds, tokens a second and their parts are medians over the steps after the first three; seconds a step have
+their mean beside it, since some asynchronous steps wait for samples and others do not. *Start* is from the
 command to the first generated token. *GiB* is the peak of a trainer's allocated memory (on the CPU its
 resident memory). Held-out accuracy is greedy, before and after.
 
@@ -81,7 +82,7 @@ SLOWER = 1.03
 """Largest ratio of seconds a step, new tree over old."""
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 PARTS = ("rollout", "train", "log_probs", "update_weights", "sleep", "wake_up")
-HEAD = ("row", "devices", "model", "s a step", *PARTS, "tokens/s", "generated/s", "reward", "held out")
+HEAD = ("row", "devices", "model", "s a step, mean", *PARTS, "tokens/s", "generated/s", "reward", "held out")
 HEAD = (*HEAD, "log-probs", "GiB", "start", "falls short")
 STAGES = {
     "driver.log": ("config", "processes", "checks", "data", "workers", "engines"),
@@ -244,6 +245,7 @@ def measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "steps": len(steps),
         "step_s": median(warm, "perf/step_time"),
+        "mean_step_s": round(statistics.fmean(row["perf/step_time"] for row in warm), 4),
         "phases_s": {name: median(warm, name) for name in times(warm)},
         "tokens_per_s": median(warm, "perf/tokens_per_s"),
         "rollout_tokens_per_s": median(warm, "perf/rollout_tokens_per_s"),
@@ -319,7 +321,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         row["row"],
         str(row["devices"]),
         row["settings"]["trained"],
-        f"{row['step_s']:.3f}",
+        f"{row['step_s']:.3f}, {row.get('mean_step_s', math.nan):.3f}",
         *("-" if seconds is None else f"{seconds:.3f}" for seconds in phases),
         f"{row['tokens_per_s']:,.0f}",
         f"{row['rollout_tokens_per_s']:,.0f}",
