@@ -117,7 +117,7 @@ def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[
         case.get("steps", 3),
         layout.data,
         config.algorithm.loss_aggregation,
-        packs_prefixes=config.train.packs_prefixes,
+        packs_prefixes=config.train.prefix_packing,
     )
     mine = shares[layout.dp_rank(context.rank)]
     before = batches.split(mine, actor.trainer.log_probs(mine, temperature=0.8))

@@ -56,6 +56,8 @@ PAGES: Mapping[str, str] = {
     "train.provider": "hooks",
     "train.freeze": "media",
     "train.fused_loss": "loss",
+    "train.loss_memory_gib": "loss",
+    "train.prefix_packing": "batching",
     "train.lora": "lora",
     "train.micro_batch_tokens": "batching",
     "train.optimizer_steps": "batching",

@@ -325,7 +325,7 @@ def start_training(loop: Loop, step: int, batch: TrainBatch) -> Training:
         loop.flops_per_token,
         config.rollout.max_new_tokens,
         loop.media_flops,
-        packs_prefixes=config.train.packs_prefixes,
+        packs_prefixes=config.train.prefix_packing,
     )
     return send_batches(loop, step, batches)
 
@@ -340,7 +340,7 @@ def send_batches(loop: Loop, step: int, batches: Sequence[TrainBatch]) -> Traini
     per_rank = [((batches[own],), {"dump": dumps.get(rank)}) for rank, own in enumerate(layout.dp_ranks())]
     updates = step > loop.config.critic.warmup_steps
     answer = loop.session.workers.call_async("train", per_rank=per_rank, update_policy=updates)
-    packs_prefixes = loop.config.train.packs_prefixes
+    packs_prefixes = loop.config.train.prefix_packing
     metrics = plan_metrics(batches, loop.flops_per_token, loop.media_flops, packs_prefixes=packs_prefixes)
     return Training(answer, metrics, updates)
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from anygauge.config import Config
 from anygauge.config.schema import Train
-from anygauge.plugins import Plugins
+from anygauge.engines.fsdp.plugin import _unsupported
+from anygauge.engines.megatron.model_checks import check_model
+from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_family
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_tests import batches
@@ -128,10 +130,10 @@ def test_a_shared_prompt_changes_nothing(
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("qwen3_5", {}), ("qwen3_vl", {"modalities": ["image"]}), ("glm4_moe", {"router_replay": True})],
-    ids=["recurrent", "media", "replay"],
+    [("qwen3_5", {}), ("qwen3_vl", {"modalities": ["image"]})],
+    ids=["recurrent", "media"],
 )
-def test_other_models_and_a_replay_pack_whole_samples(
+def test_other_models_pack_whole_samples(
     make_engine: MakeEngine, samples: list[TrainSample], family: str, options: dict[str, Any]
 ) -> None:
     engine = make_engine(family, prefix_packing=True, **options)
@@ -163,15 +165,30 @@ def test_attention_of_a_provider_gets_whole_samples(make_engine: MakeEngine) -> 
 
 
 @pytest.mark.parametrize(
-    ("train", "shares"),
+    ("family", "keys", "reason"),
     [
-        ({}, True),
-        ({"parallel": {"tensor": 2}}, True),
-        ({"parallel": {"context": 2}}, False),
-        ({"engine": "fsdp"}, False),
-        ({"router_replay": True}, False),
-        ({"prefix_packing": False}, False),
+        ("qwen3", {"train": {"parallel": {"tensor": 2}}}, None),
+        ("qwen3_vl", {}, None),
+        ("qwen3", {"train": {"parallel": {"context": 2}}}, "context parallelism divides whole samples"),
+        ("qwen3_moe", {"train": {"router_replay": True}}, "train.router_replay has the routes"),
+        ("qwen3", {"train": {"provider": "mindspeed"}}, "layers of train.provider"),
+        ("qwen3_vl", {"model": {"modalities": ["image"]}}, "prompts with media are not shared"),
+        ("qwen3_5", {}, "layers of this model keep a state"),
     ],
 )
-def test_whether_a_run_packs_prefixes(train: dict[str, Any], shares: bool) -> None:
-    assert Train.model_validate({"prefix_packing": True, **train}).packs_prefixes == shares
+def test_a_run_that_cannot_share_prompts_is_refused(
+    family: str, keys: dict[str, dict[str, Any]], reason: str | None
+) -> None:
+    spec = load_plugins().named("register_models")[family]
+    tables = {"run": {"name": "a"}, "model": {"path": "."}, "data": {"train": []}, **keys}
+    tables["model"] = {"path": ".", **keys.get("model", {})}
+    tables["train"] = {**keys.get("train", {}), "prefix_packing": True}
+    config = Config.model_validate(tables)
+    hf = {**spec.tiny(), "architectures": [spec.architectures[0]]}
+    found = [each for each in check_model(config, "model.path", spec, hf) if "prefix" in each.path]
+    assert [each.hint.startswith(reason or "") for each in found] == ([True] if reason else [])
+
+
+def test_the_fsdp_engine_refuses_to_share_prompts() -> None:
+    (problem,) = _unsupported(Train.model_validate({"engine": "fsdp", "prefix_packing": True}))
+    assert (problem.path, problem.found) == ("train.prefix_packing", True)

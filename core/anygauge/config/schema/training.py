@@ -102,7 +102,7 @@ class Train(Section):
     """Most tokens in one packed micro-batch; a longer sample is alone in its own. Under context parallelism
     it counts whole sequences, of which each rank gets its part."""
     prefix_packing: bool = False
-    """Compute the prompt of a group once for all of its samples in a micro-batch. No effect with the FSDP
+    """Compute the prompt of a group once for all of its samples in a micro-batch. Refused with the FSDP
     engine, context parallelism, router replay, media and layers with a recurrent state."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
@@ -147,9 +147,3 @@ class Train(Section):
     megatron: dict[str, Any] = {}
     """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig. Those that
     would change nothing here are refused with the reason."""
-
-    @property
-    def packs_prefixes(self) -> bool:
-        """Whether prefix packing has an effect, as far as that does not depend on the model."""
-        takes_effect = self.engine == "megatron" and self.parallel.context == 1 and not self.router_replay
-        return self.prefix_packing and takes_effect

@@ -105,6 +105,9 @@ def _unsupported(train: Any) -> Iterator[ConfigProblem]:
     if train.router_replay:
         hint = f"train.engine = {FSDP!r} keeps no routes; leave it out, or take Megatron"
         yield ConfigProblem(path="train.router_replay", found=True, hint=hint)
+    if train.prefix_packing:
+        hint = f"train.engine = {FSDP!r} packs whole samples; leave it out, or take Megatron"
+        yield ConfigProblem(path="train.prefix_packing", found=True, hint=hint)
     if train.provider is not None:
         hint = f"has no effect with train.engine = {FSDP!r}; leave it out"
         yield ConfigProblem(path="train.provider", found=train.provider, hint=hint)

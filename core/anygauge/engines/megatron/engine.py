@@ -384,7 +384,7 @@ class MegatronEngine(BaseEngine):
                 partial(common_count, config=self.policy.options.transformer, device=self.device),
                 partial(self.policy.spec.flops_per_token, self.policy.hf),
                 self._media(),
-                packs_prefixes=self.config.train.packs_prefixes and self.policy.can_pack_prefixes,
+                packs_prefixes=self.config.train.prefix_packing and self.policy.can_pack_prefixes,
             )
         return self._packed
 

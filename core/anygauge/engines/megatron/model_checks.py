@@ -58,6 +58,7 @@ def check_model(config: Any, key: str, spec: ModelSpec, hf: Mapping[str, Any]) -
     if role == "model":
         yield from _router_replay(config, architecture)
         yield from _lora(config, key, spec, hf)
+        yield from _prefix_packing(config, spec, hf)
         yield from _levels(config, spec, hf)
 
 
@@ -107,6 +108,24 @@ def _lora(config: Config, key: str, spec: ModelSpec, hf: Mapping[str, Any]) -> P
     if rate := config.train.megatron.get(_BIAS_RATE):
         hint = "would change the weights below the adapters; leave it out"
         yield ConfigProblem(path=f"train.megatron.{_BIAS_RATE}", found=rate, hint=hint)
+
+
+def _prefix_packing(config: Config, spec: ModelSpec, hf: Mapping[str, Any]) -> Problems:
+    """Yield why samples cannot share a prompt."""
+    if not config.train.prefix_packing:
+        return
+    kinds = megatron_model(spec).layers(hf)
+    reasons = {
+        "context parallelism divides whole samples": config.train.parallel.context > 1,
+        "train.router_replay has the routes of whole samples": config.train.router_replay,
+        "layers of train.provider need not take keys of other rows": config.train.provider is not None,
+        "prompts with media are not shared": bool(modalities(config)),
+        "layers of this model keep a state from token to token, or are built by its family": any(
+            kind.attention == "gated_delta" or kind.build is not None for kind in kinds
+        ),
+    }
+    for reason in (reason for reason, applies in reasons.items() if applies):
+        yield ConfigProblem(path="train.prefix_packing", found=True, hint=f"{reason}; leave it out")
 
 
 def _layout(sizes: Parallel, layers: int, options: Mapping[str, Any]) -> Problems:
