@@ -158,7 +158,8 @@ def _serial_group(address: str | None, given: Any, group_options: Any) -> Any:
     options._threads = 1
     options._timeout = given.timeout
     rank, size = given.group_rank, given.group_size
-    # Without its port, the other ranks learn of a failure at once, and not at their deadline.
+    # Without its port, the other ranks learn of a failure at once, and not at their deadline. The port of a
+    # device stays while an earlier group has it.
     with connection_errors(), on_failure(_create_devices.cache_clear):
         group = gloo(given.store, rank, size, options)
         verify_peers(group, given.store, rank=rank, size=size, contexts=len(devices))
@@ -182,6 +183,9 @@ def _create_devices(gloo: Any, address: str | None, interfaces: str) -> list[Any
     if interfaces:
         return [gloo.create_device(interface=name) for name in interfaces.split(",")]
     return [gloo.create_default_device()]
+
+
+os.register_at_fork(after_in_child=_create_devices.cache_clear)  # a device's thread is not in the child
 
 
 def destroy_process_group() -> None:

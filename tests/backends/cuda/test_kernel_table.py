@@ -34,7 +34,9 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name == "__path__":
             return []
-        return (lambda fn: fn) if name == "jit" else MagicMock(name=f"{self.__name__}.{name}")
+        if name == "jit":
+            return lambda fn=None, **options: fn or (lambda later: later)
+        return MagicMock(name=f"{self.__name__}.{name}")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from anygauge.config import Config, LoadedConfig
 from anygauge.config.rules.media import media_mismatches, model_media
 from anygauge.config.rules.model import _rollout_engine, model_rules
-from anygauge.config.schema import Parallel
+from anygauge.config.schema import Lora, Parallel
 from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
@@ -91,6 +91,8 @@ def problems(
             parallel=Parallel(**(parallel or {})),
             megatron=megatron or {},
             router_replay=False,
+            prefix_packing=False,
+            lora=Lora(),
         ),
         critic=SimpleNamespace(megatron=None),
         teacher=SimpleNamespace(megatron=None),
