@@ -30,6 +30,7 @@ class Row(NamedTuple):
 
 SERVED = {"rollout.engine": "sglang", "placement.rollout_workers": 1}
 APART = {**SERVED, "placement.colocated": False}
+STAGES = {"weight_sync.senders": "stages"}
 ASYNC = {"rollout.schedule": "async", "rollout.max_staleness": 1}
 CRITIC = {
     "algorithm.advantage": "gae",
@@ -70,8 +71,8 @@ ROWS: Mapping[str, Row] = {
     "colocated-cp2": Row(2, colocated(2, context=2)),
     "experts-ep2": Row(2, colocated(2, expert=2), model="experts"),
     "critic": Row(2, {**colocated(2), **CRITIC}),
-    "apart-pp2": Row(3, apart(2, 1, **{"train.parallel.pipeline": 2})),
-    "experts-apart-ep2": Row(3, apart(2, 1, **{"train.parallel.expert": 2}), model="experts"),
+    "apart-pp2": Row(3, apart(2, 1, **{"train.parallel.pipeline": 2}, **STAGES)),
+    "experts-apart-ep2": Row(3, apart(2, 1, **{"train.parallel.expert": 2}, **STAGES), model="experts"),
     "colocated-tp2-dp2": Row(4, colocated(4, server_tp=2, tensor=2)),
     "colocated-tp2-pp2": Row(4, colocated(4, server_tp=2, tensor=2, pipeline=2)),
     "experts-ep4": Row(4, colocated(4, expert=4), model="experts"),

@@ -73,7 +73,13 @@ class Came(NamedTuple):
 def push(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[str, Any]:
     """Send the weights several times, and return how each update came out on this rank."""
     name = case.get("transport", "distributed")
-    sync = WeightSync(transport=name, bucket_bytes=1 << 14, verify="always", deadline_s=20)
+    sync = WeightSync(
+        transport=name,
+        bucket_bytes=1 << 14,
+        verify="always",
+        deadline_s=20,
+        senders=case.get("senders", "stages"),
+    )
     actor = ActorWorker(config.model_copy(update={"weight_sync": sync}), context)
     engine: Any = actor.trainer
     sizes: dict[str, int] = {}
@@ -260,10 +266,11 @@ def test_an_update_is_all_or_nothing_whoever_fails(crew: Any, model: Path, serve
     assert lost.report.failed[0].error.startswith("lost")
 
 
-def test_a_transport_of_one_sender_gets_all_weights_on_the_first_rank(
-    crew: Any, model: Path, servers: list[FakeServer]
+@pytest.mark.parametrize("case", [{"transport": "tensor"}, {"senders": "one"}], ids=["transport", "key"])
+def test_one_sender_gets_all_weights_on_the_first_rank(
+    crew: Any, model: Path, servers: list[FakeServer], case: dict[str, str]
 ) -> None:
-    results = run(crew, model, CASES["ep2-pp2"], [Update()], servers, transport="tensor")
+    results = run(crew, model, CASES["ep2-pp2"], [Update()], servers, **case)
     came = Came._make(results[0]["outcomes"][0])
     assert not came.report.failed, came.report
     assert (came.report.senders, came.report.checksums) == (1, results[0]["weights"])

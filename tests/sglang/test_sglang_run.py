@@ -108,6 +108,7 @@ def test_samples_of_an_asynchronous_run_tell_the_weights_of_each_token(tmp_path:
         "placement__train_workers": 2,
         "train__parallel__pipeline": 2,
         "weight_sync__transport": "distributed",
+        "weight_sync__senders": "stages",
         "weight_sync__verify": "always",
     }
     observer = run(tmp_path, run__steps=6, rollout__max_new_tokens=64, **keys)

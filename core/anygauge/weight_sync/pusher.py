@@ -132,7 +132,7 @@ def _mappable(device: Device, size: int) -> Tensor:
 
 def takes_several_senders(config: Config, context: WorkerContext, peers: Sequence[WeightPeer]) -> bool:
     """Return whether several training ranks may each send a part of an update to these engines."""
-    if not all(peer.needs_transport for peer in peers):
+    if config.weight_sync.senders == "one" or not all(peer.needs_transport for peer in peers):
         return False
     spec: WeightTransportSpec = context.plugins.get(
         "register_weight_transports", config.weight_sync.transport

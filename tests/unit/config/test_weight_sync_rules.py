@@ -33,6 +33,11 @@ def served(plugins: Plugins) -> None:
     [
         (["--weight_sync.transport=pigeon"], "'pigeon'", "available: delta, disk"),
         (["--weight_sync.directory=/x"], "weight_sync.directory: found '/x'", "has no effect without"),
+        (
+            ["--weight_sync.senders=stages"],
+            "weight_sync.senders: found 'stages'",
+            "these have several: distr",
+        ),
         (["--weight_sync.bucket_bytes=1"], "weight_sync.bucket_bytes: found 1", "4096"),
     ],
 )

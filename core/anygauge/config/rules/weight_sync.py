@@ -28,12 +28,18 @@ def weight_sync_rules(config: Config, backend: BackendSpec, plugins: Plugins) ->
     if options.directory is not None and options.transport != "disk":
         hint = 'has no effect without weight_sync.transport = "disk"; leave it out'
         yield ConfigProblem(path="weight_sync.directory", found=str(options.directory), hint=hint)
+    transports: Mapping[str, WeightTransportSpec] = plugins.named("register_weight_transports")
+    transport = transports.get(options.transport)
+    if options.senders != "one" and transport is not None and not transport.several_senders:
+        able = ", ".join(sorted(name for name, each in transports.items() if each.several_senders))
+        hint = (
+            f"weight_sync.transport = {transport.name!r} has one sender; these have several: {able or 'none'}"
+        )
+        yield ConfigProblem(path="weight_sync.senders", found=options.senders, hint=hint)
     engines: Mapping[str, RolloutEngineSpec] = plugins.named("register_rollout_engines")
     engine = engines.get(config.rollout.engine)
     if not config.has_engines_apart or (engine is not None and engine.serve is None):
         return
-    transports: Mapping[str, WeightTransportSpec] = plugins.named("register_weight_transports")
-    transport = transports.get(options.transport)
     if transport is None or (obstacle := _obstacle(config, backend, transport)) is None:
         return
     fit = [name for name, each in transports.items() if _obstacle(config, backend, each) is None]

@@ -195,6 +195,10 @@ class WeightSync(Section):
     verify: Literal["none", "first", "always"] = "first"
     """Compare the checksums of the engines' weights with those sent, tensor by tensor: never, after the first
     update of each engine, or after every one."""
+    senders: Literal["one", "stages"] = "one"
+    """Training ranks that send weights with ``distributed``: ``one`` gathers each tensor on rank 0, and
+    ``stages`` has the first rank of each pipeline stage and expert group send its own, each in its own
+    process group with all servers."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
     """Treatment of in-flight requests: ``retract`` restarts them with the tokens sampled so far, ``in_place``
     continues them with the KV cache of the old weights, ``abort`` ends them with what they have."""
