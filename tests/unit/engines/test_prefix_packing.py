@@ -91,7 +91,8 @@ def results(engine: Any, samples: Sequence[TrainSample]) -> dict[str, Any]:
         old_log_probs=[sample.rollout_log_probs for sample in samples],
         entropy_grad=True,
     )
-    tensors = {name: p.main_grad.clone() for name, p in engine.policy.chunks[0].named_parameters()}
+    learning = [(name, p) for name, p in engine.policy.chunks[0].named_parameters() if p.requires_grad]
+    tensors = {name: p.main_grad.clone() for name, p in learning}
     tensors |= {name: buffer.clone() for name, buffer in engine.policy.chunks[0].named_buffers()}
     return {"metrics": dict(metrics), "log_probs": log_probs, **tensors}
 
@@ -107,6 +108,7 @@ def tokens_of(engine: Any) -> list[int]:
     [
         ({"micro_batch_tokens": 1000}, [SHARED]),
         ({"micro_batch_tokens": 28, "recompute": "full"}, None),  # the first group does not fit
+        ({"micro_batch_tokens": 1000, "lora": {"rank": 4}}, [SHARED]),
     ],
 )
 def test_a_shared_prompt_changes_nothing(
