@@ -42,27 +42,38 @@ _SUMS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mod: operator.mod,
 }
 LARGEST = 2**63
+_LISTS = ("for", "select", "case")
+_OPENING = ("if", "while", "until", *_LISTS)
+_BETWEEN = ("then", "elif", "else", "do", "!")
+_CLOSING = ("fi", "done", "esac")
 
 
 def commands(text: str) -> Iterator[Words]:
     """Yield the commands of a script, and its arrays, each as its words; arrays in them are expanded.
 
-    Assignments count in the order of the text: loops and branches are not followed.
+    Assignments count in the order of the text. Loops and branches are not followed: a variable that is
+    assigned in one is unresolved, and an array has an unresolved word for what is assigned there.
 
     :raises ValueError: An expansion is too long.
     """
     variables: dict[str, str | Unresolved] = {"HOME": str(Path.home())}
     arrays: dict[str, Words] = {}
-    for name, added, raw in _statements(text):
+    depth = 0
+    for name, added, statement in _statements(text):
+        depth, variable, raw = _unnested(depth, statement)
+        if variable:
+            variables[variable] = Unresolved(variable)
         words = [word for each in raw for word in _expanded(each, variables, arrays)]
         if len(words) > MOST_WORDS:
             raise ValueError(f"a command expands to more than {MOST_WORDS} words")
         if name:
-            words = arrays[name] = [*(arrays.get(name, ()) if added else ()), *words]
+            before = arrays.get(name, ()) if added else ()
+            words = arrays[name] = [*before, *([Unresolved(f"${{{name}[@]}}")] if depth else words)]
         elif (assigned := _assigned(raw)) is not None:
-            variables[assigned[0]] = _joined(assigned[1], variables)
+            variables[assigned[0]] = Unresolved(assigned[0]) if depth else _new_value(*assigned, variables)
             continue
-        yield words
+        if words:
+            yield words
 
 
 def scalar(text: str | Unresolved) -> Any:
@@ -110,12 +121,35 @@ def _statements(text: str) -> Iterator[tuple[str, bool, list[str]]]:
                 words, array = [], ""
 
 
-def _assigned(words: Sequence[str]) -> tuple[str, str] | None:
-    """Return the name and the raw value of an assignment to a variable."""
+def _unnested(depth: int, words: list[str]) -> tuple[int, str, list[str]]:
+    """Return the depth of loops and branches, the variable of a loop, and a statement without their words."""
+    if words and words[-1].endswith(":"):  # of Python in a here-document, which has no fi and no done
+        return depth, "", words
+    for at, word in enumerate(words):
+        depth = max(0, depth + (word in _OPENING) - (word in _CLOSING))
+        if word in _LISTS:  # the rest is no command: a variable and words, or a word and patterns
+            return depth, "" if word == "case" else "".join(words[at + 1 : at + 2]), []
+        if word not in (*_OPENING, *_CLOSING, *_BETWEEN):
+            return depth, "", words[at:]
+    return depth, "", []
+
+
+def _assigned(words: Sequence[str]) -> tuple[str, bool, str] | None:
+    """Return an assignment to a variable: its name, whether it is appended to, and the raw value."""
     if len(words) == 2 and words[0] in ("export", "local", "readonly", "declare"):
         words = words[1:]
     match = _ASSIGNMENT.fullmatch(words[0]) if len(words) == 1 else None
-    return None if match is None or match[2] else (match[1], match[3])
+    return None if match is None else (match[1], bool(match[2]), match[3])
+
+
+def _new_value(
+    name: str, appended: bool, raw: str, variables: Mapping[str, str | Unresolved]
+) -> str | Unresolved:
+    value, before = _joined(raw, variables), variables.get(name, "") if appended else ""
+    text = f"{before}{value}"
+    if len(text) > LONGEST_WORD:
+        raise ValueError(f"a word expands to more than {LONGEST_WORD} characters")
+    return Unresolved(text) if isinstance(value, Unresolved) or isinstance(before, Unresolved) else text
 
 
 # -------------------------------------------------------------------------
@@ -174,7 +208,7 @@ def _value(match: re.Match[str], variables: Mapping[str, str | Unresolved]) -> s
         return _sum(match["sum"], variables) or Unresolved(match[0])
     if name and isinstance(known := variables.get(name), str) and known:
         return known
-    if match["default"] and not isinstance(variables.get(name or ""), str):
+    if match["default"] and name not in variables:
         return _substituted(match["default"].removeprefix(":")[1:].strip("\"'"), variables)
     return Unresolved(match[0])
 

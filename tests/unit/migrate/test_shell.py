@@ -29,6 +29,9 @@ def last(text: str) -> list[object]:
         ("export A=1; run $A && x $A", ["x", "1"]),
         ('run ["console","wandb"]', ["run", "[console,wandb]"]),
         ("A=1\nA=2\nrun $A", ["run", "2"]),
+        ('A="--a 1"\nA+=" --b 2"\nNEW+=3\nrun $A $NEW', ["run", "--a", "1", "--b", "2", "3"]),
+        ("if x; then run --a 1; fi", ["run", "--a", "1"]),
+        ("python - <<EOF\nif x:\n  y()\nEOF\nN=1\nrun $N", ["run", "1"]),
     ],
 )
 def test_words(text: str, words: list[str]) -> None:
@@ -45,6 +48,28 @@ def test_a_word_that_only_a_run_knows_is_unresolved(
     assert isinstance(last(f"run {word}")[1], Unresolved)
     assert isinstance(last(f'A={word}\nrun "$A"')[1], Unresolved)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("separator", ["; ", "\n"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("if x", "then N=16", "else N=32", "fi"),
+        ("if x", "then if y", "then M=1", "fi", "N+=1", "fi"),
+        ("for N in 1 2", "do run", "done"),
+        ("while x", "do export N=3", "done"),
+        ("case $1 in a) N=1 ;", " b) M=2 ;", " esac"),
+    ],
+)
+def test_a_variable_of_a_branch_or_loop_is_unresolved(parts: tuple[str, ...], separator: str) -> None:
+    text = f"N=8{separator}{separator.join(parts)}{separator}"
+    assert last(f"{text}run $N ${{N:-4}}") == ["run", Unresolved("$N"), Unresolved("${N:-4}")]
+    assert last(f"{text}N=9; run $N") == ["run", "9"], "it counts again after the branch"
+
+
+def test_an_array_keeps_what_is_assigned_outside_of_a_branch() -> None:
+    text = "A=(--a 1)\nif x; then A+=(--b 2); fi\nA+=(--c 3)\nrun ${A[@]}"
+    assert last(text) == ["run", "--a", "1", Unresolved("${A[@]}"), "--c", "3"]
 
 
 def test_the_home_directory_alone_is_taken_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
