@@ -37,9 +37,10 @@ aliases is refused.""",
 --learning_rate 1e-5`, `trl grpo ...`); or a YAML config of `trl grpo --config`.""",
 }
 COMMON = """Nothing of the file is executed. Variables of a shell script count as the script sets them, in
-the order of the text: branches and loops are not followed, a default (`${NAME:-8}`) is taken,
-`$HOME` is yours, and the environment is not read. A value that is not known from the text is
-listed with the key to set. Defaults of the project that differ from those here are written too,
+the order of the text: a default (`${NAME:-8}`) is taken, `$HOME` is yours, and the environment is
+not read. Branches and loops are not followed: a variable that is set in one is not known. A value
+that is not known from the text is listed with the key to set, and `"$@"` or another variable that
+adds arguments to a command as a note. Defaults of the project that differ from those here are written too,
 so that the others keep their meaning.
 
 The config goes to `--out`, or to standard output. The terminal lists what has no counterpart,
@@ -49,10 +50,10 @@ TRIED: Mapping[str, tuple[str, Sequence[tuple[str, int, int, int, str]]]] = {
     "slime": (
         "slime 0.3.1 (commit 624b824a8)",
         (
-            ("scripts/run-qwen3-4B.sh", 44, 13, 1, "passes"),
+            ("scripts/run-qwen3-4B.sh", 43, 13, 3, "passes"),
             ("scripts/run-qwen3-4B-base-sft.sh", 28, 13, 3, "passes"),
             ("scripts/run-glm4-9B.sh", 43, 13, 1, "passes"),
-            ("scripts/run-qwen3-30B-A3B.sh", 44, 13, 5, "passes"),
+            ("scripts/run-qwen3-30B-A3B.sh", 45, 13, 5, "passes"),
             ("scripts/run-deepseek-r1.sh", 56, 15, 7, "model, data.train"),
             ("tests/test_gspo.sh", 29, 1, 0, "passes"),
             ("examples/search-r1/run_qwen2.5_3B.sh", 38, 11, 3, "reward.function"),

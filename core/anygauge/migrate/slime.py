@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from anygauge.migrate.shell import Words, commands, scalar
+from anygauge.migrate.arguments import options, whole
+from anygauge.migrate.shell import Words, commands
 from anygauge.migrate.table import Imported, Input, Unresolved
 
-__all__ = ["options", "read", "rules"]
+__all__ = ["read", "rules"]
 
 ASYNC = "train_async.py"
 PROGRAMS = ("train.py", ASYNC)
@@ -34,6 +36,20 @@ CRITIC = {
     "critic-lr": "critic.lr",
     "critic-load": "critic.path",
 }
+SWITCHES = re.compile(
+    r"(sglang-)?(use|no|disable|enable|skip|debug)-.*|apply-chat-template|async-save|balance-data"
+    r"|bf16|calculate-per-token-loss|check-weight-update-equal|colocate|deterministic-mode|finetune"
+    r"|get-mismatch-metrics|group-rm|keep-old-actor|mask-offpolicy-in-partial-rollout|normalize-advantages"
+    r"|offload-(train|rollout)|partial-rollout|rollout-shuffle|sequence-parallel"
+)
+"""Arguments without a value: a variable after one is not its value."""
+LISTS = (
+    "prompt-data",
+    "eval-prompt-data",
+    "rollout-stop",
+    "rollout-stop-token-ids",
+    "rollout-external-engine-addrs",
+)
 ICEPOP = "icepop_function"
 FULLY_ASYNC, SFT_ROLLOUT = "generate_rollout_fully_async", "sft_rollout"
 SFT_TABLES = ("algorithm.", "reward.", "rollout.", "eval.", "critic.")
@@ -50,15 +66,18 @@ def read(text: str, name: str) -> Input:
     for words in commands(text):
         program = next((at for at, word in enumerate(words) if _is_program(word)), None)
         if program is not None:
-            arguments = options(words[program + 1 :])
-            if str(words[program]).endswith(ASYNC):
-                arguments[ASYNC] = True
-            return Input(arguments, _notes(text))
+            launched = {ASYNC: True} if str(words[program]).endswith(ASYNC) else {}
+            return _input(words[program + 1 :], text, launched)
         if words and str(words[0]).startswith("--"):
             arrays += words
     if not arrays:
         raise ValueError("it neither calls train.py nor has arrays of --arguments")
-    return Input(options(arrays), _notes(text))
+    return _input(arrays, text, {})
+
+
+def _input(words: Words, text: str, launched: Mapping[str, Any]) -> Input:
+    command = options(words, SWITCHES, LISTS)
+    return Input({**command.arguments, **launched}, (*_notes(text), *command.notes))
 
 
 def _is_program(word: str | Unresolved) -> bool:
@@ -69,30 +88,6 @@ def _notes(text: str) -> tuple[str, ...]:
     if "source " not in text:
         return ()
     return ("files that it sources are not read; a model's shape comes from its config.json",)
-
-
-def options(words: Sequence[str | Unresolved]) -> dict[str, Any]:
-    """Return ``--key value ...`` by key; a switch is true, several values are a list.
-
-    >>> options(["--lr", "1e-6", "--colocate", "--rollout-stop", "a", "b", "--seed=3"])
-    {'lr': 1e-06, 'colocate': True, 'rollout-stop': ['a', 'b'], 'seed': 3}
-    """
-    values: dict[str, list[Any]] = {}
-    name = None
-    for word in words:
-        if isinstance(word, str) and word.startswith("--") and len(word) > 2:
-            name, given, value = word[2:].partition("=")
-            values[name] = [scalar(value)] if given else []
-        elif name is not None:
-            values[name].append(scalar(word))
-    return {name: _one(several) for name, several in values.items()}
-
-
-def _one(values: list[Any]) -> Any:
-    unresolved = next((each for each in values if isinstance(each, Unresolved)), None)
-    if unresolved is not None:
-        return unresolved
-    return values if len(values) > 1 else (values[0] if values else True)
 
 
 # -------------------------------------------------------------------------
@@ -173,35 +168,30 @@ def _files(value: Any) -> list[Any] | None:
 
 
 def _batches(given: Mapping[str, Any], out: Imported) -> None:
-    prompts, samples = _whole(given, "rollout-batch-size"), _whole(given, "n-samples-per-prompt")
-    batch = _whole(given, "global-batch-size")
+    prompts, samples = whole(given, "rollout-batch-size", None), whole(given, "n-samples-per-prompt", None)
+    batch = whole(given, "global-batch-size", None)
     if (
         batch is not None
         and "num-steps-per-rollout" not in given
         and batch != (prompts or 0) * (samples or 0)
     ):
         out.put("train.global_batch_size", batch)
-    if (started := _whole(given, "over-sampling-batch-size")) is not None and prompts is not None:
+    if (started := whole(given, "over-sampling-batch-size", None)) is not None and prompts is not None:
         out.put("rollout.over_sampling", max(0, started - prompts))
-    if (tokens := _whole(given, "max-tokens-per-gpu")) is not None:
-        out.put("train.micro_batch_tokens", tokens * (_whole(given, "context-parallel-size") or 1))
-
-
-def _whole(given: Mapping[str, Any], name: str) -> int | None:
-    value = given.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if (tokens := whole(given, "max-tokens-per-gpu", None)) is not None:
+        out.put("train.micro_batch_tokens", tokens * whole(given, "context-parallel-size", 1))
 
 
 def _optimizer(given: Mapping[str, Any], out: Imported) -> None:
     betas = [given["adam-beta1"], given["adam-beta2"]]
     if not any(isinstance(each, Unresolved) for each in betas):
         out.put("train.adam_betas", betas)
-    if given.get("sequence-parallel") and (_whole(given, "tensor-model-parallel-size") or 1) > 1:
+    if given.get("sequence-parallel") and (whole(given, "tensor-model-parallel-size", None) or 1) > 1:
         out.put("train.parallel.sequence", True)
 
 
 def _devices(given: Mapping[str, Any], out: Imported, *, served: bool) -> None:
-    nodes, each = _whole(given, "actor-num-nodes"), _whole(given, "actor-num-gpus-per-node")
+    nodes, each = whole(given, "actor-num-nodes", None), whole(given, "actor-num-gpus-per-node", None)
     if nodes is None or each is None:
         out.miss("actor-num-gpus-per-node", "set placement.train_workers to the number of training devices")
         return
@@ -211,13 +201,13 @@ def _devices(given: Mapping[str, Any], out: Imported, *, served: bool) -> None:
     if not served:
         out.keys.pop("placement.colocated", None)
         return
-    devices = workers if given.get("colocate") else _whole(given, "rollout-num-gpus")
-    size = _whole(given, "rollout-num-gpus-per-engine")
+    devices = workers if given.get("colocate") else whole(given, "rollout-num-gpus", None)
+    size = whole(given, "rollout-num-gpus-per-engine", None)
     if not devices or not size:
         out.miss("rollout-num-gpus", "set placement.rollout_workers to the number of engines")
         return
     out.put("placement.rollout_workers", max(1, devices // size))
-    if (parallel := size // max(1, _whole(given, "sglang-pp-size") or 1)) > 1:
+    if (parallel := size // max(1, whole(given, "sglang-pp-size", 1))) > 1:
         out.put("rollout.sglang.tp_size", parallel)
 
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
+from anygauge.migrate.arguments import TRACKERS, flat_yaml, options, whole
 from anygauge.migrate.shell import commands
-from anygauge.migrate.slime import options
 from anygauge.migrate.table import Imported, Input, Unresolved
-from anygauge.migrate.verl import TRACKERS, flat_yaml
 
 __all__ = ["read", "rules"]
 
@@ -32,6 +31,7 @@ AGGREGATIONS = {
     "cispo": "token_mean",
     "nll": "token_mean",
 }
+LISTS = ("lora_target_modules", "lora_modules_to_save", "report_to", "reward_funcs")
 LINEAR = "linear"
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", LINEAR: "cosine"}
 MODES = {"truncate": "tis", "mask": "mis"}
@@ -59,8 +59,9 @@ def _read_command(text: str) -> Input:
         if at is None:
             continue
         task = next((kind for kind in ("rloo", "sft") if kind in names[at]), "grpo")
-        launched = {k: v for k, v in options(words[:at]).items() if k == "num_processes"}
-        return Input({TASK: task, **launched, **options(words[at + 1 :])})
+        launched = {k: v for k, v in options(words[:at]).arguments.items() if k == "num_processes"}
+        command = options(words[at + 1 :], lists=LISTS)
+        return Input({TASK: task, **launched, **command.arguments}, command.notes)
     raise ValueError("it calls neither trl nor a Python script")
 
 
@@ -144,14 +145,14 @@ def rules(given: Mapping[str, Any], out: Imported) -> None:
     task = str(given.get(TASK, "grpo"))
     out.put("run.task", "sft" if task == "sft" else "rl")
     out.put("train.engine", "fsdp")
-    out.put("placement.train_workers", _whole(given, "num_processes", 1))
+    out.put("placement.train_workers", whole(given, "num_processes", 1))
     out.put("placement.launcher", "local")
     _data(given, out)
     _optimizer(given, out, task)
     _run(given, out)
     _lora(given, out)
     steps = _batches(given, out, task)
-    if (most := _whole(given, "max_steps", -1)) > 0:
+    if (most := whole(given, "max_steps", -1)) > 0:
         out.put("run.steps", max(1, most // steps))
     if task == "sft":
         kept = "rollout.prompts_per_step", "algorithm.loss_aggregation"
@@ -161,11 +162,6 @@ def rules(given: Mapping[str, Any], out: Imported) -> None:
     _algorithm(given, out, task)
     _engine(given, out)
     _reward(given, out)
-
-
-def _whole(given: Mapping[str, Any], name: str, default: int) -> int:
-    value = given.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
 def _data(given: Mapping[str, Any], out: Imported) -> None:
@@ -183,8 +179,8 @@ def _data(given: Mapping[str, Any], out: Imported) -> None:
 
 def _batches(given: Mapping[str, Any], out: Imported, task: str) -> int:
     """Set the batch sizes, and return the optimizer steps of a step."""
-    accumulated = _whole(given, "gradient_accumulation_steps", 1)
-    batch = _whole(given, "per_device_train_batch_size", 8) * _whole(given, "num_processes", 1)
+    accumulated = whole(given, "gradient_accumulation_steps", 1)
+    batch = whole(given, "per_device_train_batch_size", 8) * whole(given, "num_processes", 1)
     if "num_processes" not in out.converted:
         out.miss(
             "num_processes",
@@ -193,10 +189,8 @@ def _batches(given: Mapping[str, Any], out: Imported, task: str) -> int:
     if task == "sft":
         out.put("rollout.prompts_per_step", batch * accumulated)
         return 1
-    samples = _whole(
-        given, "generation_batch_size", batch * _whole(given, "steps_per_generation", accumulated)
-    )
-    group = _whole(given, "num_generations", 8)
+    samples = whole(given, "generation_batch_size", batch * whole(given, "steps_per_generation", accumulated))
+    group = whole(given, "num_generations", 8)
     if task == "rloo" and "num_generations" not in out.converted:
         group = 2
     out.put("rollout.samples_per_prompt", group)
@@ -242,7 +236,7 @@ def _run(given: Mapping[str, Any], out: Imported) -> None:
 def _lora(given: Mapping[str, Any], out: Imported) -> None:
     if not (given.get("use_peft") or "lora_r" in given):
         return
-    out.put("train.lora.rank", _whole(given, "lora_r", 16))
+    out.put("train.lora.rank", whole(given, "lora_r", 16))
     out.put("train.lora.alpha", given.get("lora_alpha", 32 if given.get("use_peft") else 8))
     for name, key in (("lora_target_modules", "targets"), ("lora_modules_to_save", "modules_to_save")):
         value = given.get(name)
@@ -271,7 +265,7 @@ def _algorithm(given: Mapping[str, Any], out: Imported, task: str) -> None:
 
 
 def _engine(given: Mapping[str, Any], out: Imported) -> None:
-    workers, size = _whole(given, "num_processes", 1), _whole(given, "vllm_tensor_parallel_size", 1)
+    workers, size = whole(given, "num_processes", 1), whole(given, "vllm_tensor_parallel_size", 1)
     if given.get("use_vllm") is not True:
         out.put("rollout.engine", "transformers")
         return

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from anygauge.migrate.arguments import TRACKERS, flat_yaml, whole
 from anygauge.migrate.shell import commands, scalar
 from anygauge.migrate.table import Imported, Input, Unresolved
 
-__all__ = ["flat_yaml", "read", "rules"]
+__all__ = ["read", "rules"]
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 MEGATRON = f"{ACTOR}megatron."
@@ -40,7 +41,6 @@ SIZES = {
     "pipeline_model_parallel_size": "pp_size",
 }
 MEDIA = {"data.image_key": "images", "data.video_key": "videos"}
-TRACKERS = ("wandb", "tensorboard", "trackio")
 LABEL = (
     "the answer is in reward_model.ground_truth of verl's rows, inside a table: write it into a field of its "
     "own, whose name data.label_key is"
@@ -79,36 +79,6 @@ def _value(text: str) -> Any:
     return [scalar(each.strip().strip("'\"")) for each in text[1:-1].split(",") if each.strip()]
 
 
-def flat_yaml(text: str) -> dict[str, Any]:
-    """Return the leaves of a YAML config by dotted path, without nulls and values that refer to others.
-
-    :raises ValueError: It is not YAML, not a mapping, or has anchors.
-    """
-    import yaml
-
-    try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=yaml.SafeLoader)):
-            raise ValueError("it has YAML aliases, which can multiply")
-        tree = yaml.safe_load(text)
-        leaves = dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"it is not YAML: {str(error).splitlines()[0]}") from error
-    if not leaves:
-        raise ValueError("it is not a YAML mapping with values")
-    return leaves
-
-
-def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{path}.")
-        elif (
-            value not in (None, [], "???") and "${" not in str(value) and name not in ("_target_", "defaults")
-        ):
-            yield path, scalar(value) if isinstance(value, str) else value
-
-
 # -------------------------------------------------------------------------
 # Keys that several arguments decide
 # -------------------------------------------------------------------------
@@ -119,10 +89,10 @@ def rules(given: Mapping[str, Any], out: Imported) -> None:
     is_sft = "model.partial_pretrain" in given or not any(
         name.startswith("actor_rollout_ref.") for name in (*out.converted, *out.unneeded)
     )
-    workers = _whole(given, "trainer.nnodes", 1) * _whole(given, "trainer.n_gpus_per_node", 8)
+    workers = whole(given, "trainer.nnodes", 1) * whole(given, "trainer.n_gpus_per_node", 8)
     out.put("run.task", "sft" if is_sft else "rl")
     out.put("placement.train_workers", workers)
-    out.put("placement.launcher", "local" if _whole(given, "trainer.nnodes", 1) == 1 else "ray")
+    out.put("placement.launcher", "local" if whole(given, "trainer.nnodes", 1) == 1 else "ray")
     _engine(given, out, workers)
     _data(given, out)
     _trainer(given, out)
@@ -141,23 +111,18 @@ def rules(given: Mapping[str, Any], out: Imported) -> None:
     _evaluation(given, out)
 
 
-def _whole(given: Mapping[str, Any], name: str, default: int) -> int:
-    value = given.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else default
-
-
 def _engine(given: Mapping[str, Any], out: Imported, workers: int) -> None:
     strategy = str(given.get(f"{ACTOR}strategy", ""))
     has_sizes = any(name.startswith(MEGATRON) for name in given) and not strategy.startswith("fsdp")
     is_megatron = strategy == "megatron" or has_sizes
     out.put("train.engine", "megatron" if is_megatron else "fsdp")
     if not is_megatron:
-        size = _whole(given, f"{ACTOR}fsdp_config.fsdp_size", -1)
+        size = whole(given, f"{ACTOR}fsdp_config.fsdp_size", -1)
         out.put("train.parallel.replicate", workers // size if 0 < size < workers else None)
         recomputes = given.get(f"{MODEL}enable_gradient_checkpointing") is True
         out.put("train.recompute", "full" if recomputes else None)
-    split = _whole(
-        given, f"{ACTOR}ulysses_sequence_parallel_size", _whole(given, "ulysses_sequence_parallel_size", 1)
+    split = whole(
+        given, f"{ACTOR}ulysses_sequence_parallel_size", whole(given, "ulysses_sequence_parallel_size", 1)
     )
     if split > 1:
         out.put("train.parallel.context", split)
@@ -180,7 +145,7 @@ def _files(value: Any) -> list[Any] | None:
 
 
 def _trainer(given: Mapping[str, Any], out: Imported) -> None:
-    every = _whole(given, "trainer.save_freq", -1)
+    every = whole(given, "trainer.save_freq", -1)
     out.put("save.every", every if every > 0 else "none")
     if given.get("trainer.val_before_train") is False:
         out.miss("trainer.val_before_train", "an evaluation before the first step is always made")
@@ -195,7 +160,7 @@ def _trainer(given: Mapping[str, Any], out: Imported) -> None:
 
 def _lora(given: Mapping[str, Any], out: Imported) -> None:
     for prefix in (f"{MODEL}lora_", f"{MODEL}lora.", "model.lora_"):
-        if (rank := _whole(given, f"{prefix}rank", 0)) > 0:
+        if (rank := whole(given, f"{prefix}rank", 0)) > 0:
             out.put("train.lora.rank", rank)
             out.put("train.lora.alpha", given.get(f"{prefix}alpha"))
             targets = given.get(f"{prefix.rpartition('lora')[0]}target_modules")
@@ -229,17 +194,17 @@ def _sft(given: Mapping[str, Any], out: Imported) -> None:
 
 
 def _batches(given: Mapping[str, Any], out: Imported) -> None:
-    prompts, samples = _whole(given, "data.train_batch_size", 1024), _whole(given, f"{ROLLOUT}n", 1)
-    mini = _whole(given, f"{ACTOR}ppo_mini_batch_size", 256)
+    prompts, samples = whole(given, "data.train_batch_size", 1024), whole(given, f"{ROLLOUT}n", 1)
+    mini = whole(given, f"{ACTOR}ppo_mini_batch_size", 256)
     if mini < prompts:
         out.put("train.global_batch_size", mini * samples)
-    split = _whole(given, f"{MEGATRON}context_parallel_size", 1) * _whole(
+    split = whole(given, f"{MEGATRON}context_parallel_size", 1) * whole(
         given, f"{ACTOR}ulysses_sequence_parallel_size", 1
     )
-    longest = _whole(given, "data.max_prompt_length", 512) + _whole(given, "data.max_response_length", 512)
+    longest = whole(given, "data.max_prompt_length", 512) + whole(given, "data.max_response_length", 512)
     if given.get(f"{ACTOR}use_dynamic_bsz") is True:
-        out.put("train.micro_batch_tokens", _whole(given, f"{ACTOR}ppo_max_token_len_per_gpu", 16384) * split)
-    elif (rows := _whole(given, f"{ACTOR}ppo_micro_batch_size_per_gpu", 0)) > 0:
+        out.put("train.micro_batch_tokens", whole(given, f"{ACTOR}ppo_max_token_len_per_gpu", 16384) * split)
+    elif (rows := whole(given, f"{ACTOR}ppo_micro_batch_size_per_gpu", 0)) > 0:
         out.put("train.micro_batch_tokens", rows * longest)
 
 
@@ -251,18 +216,18 @@ def _rollout(given: Mapping[str, Any], out: Imported, workers: int) -> None:
         return
     if name != "sglang":
         out.miss(f"{ROLLOUT}name", f"{name} is no engine here; rollout.engine is sglang instead")
-    size = _whole(given, f"{ROLLOUT}tensor_model_parallel_size", 2)
+    size = whole(given, f"{ROLLOUT}tensor_model_parallel_size", 2)
     out.put("rollout.engine", "sglang")
     out.put("rollout.sglang.tp_size", size if size > 1 else None)
     for theirs, ours in SIZES.items():
-        if (parallel := _whole(given, ROLLOUT + theirs, 1)) > 1:
+        if (parallel := whole(given, ROLLOUT + theirs, 1)) > 1:
             out.put(f"rollout.sglang.{ours}", parallel)
     out.put("rollout.sglang.mem_fraction_static", given.get(f"{ROLLOUT}gpu_memory_utilization"))
     out.put("placement.colocated", given.get("actor_rollout_ref.hybrid_engine", True))
     out.put("placement.rollout_workers", max(1, workers // max(1, size)))
     if (top_k := given.get(f"{ROLLOUT}top_k")) is not None:
         out.put("rollout.top_k", 0 if top_k == -1 else top_k)
-    if megabytes := _whole(given, f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes", 0):
+    if megabytes := whole(given, f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes", 0):
         out.put("weight_sync.bucket_bytes", megabytes << 20)
 
 
@@ -323,14 +288,14 @@ def _correction(given: Mapping[str, Any], out: Imported) -> None:
         out.put("algorithm.correction", {"tis": {"level": level, "high": high}})
     elif isinstance(cap, int | float) and cap > 0:
         out.put("algorithm.correction", {"tis": {"high": cap}})
-    if (batches := _whole(given, "algorithm.filter_groups.max_num_gen_batches", 0)) > 0:
+    if (batches := whole(given, "algorithm.filter_groups.max_num_gen_batches", 0)) > 0:
         out.put("rollout.max_num_gen_batches", batches)
 
 
 def _optimizer(given: Mapping[str, Any], out: Imported) -> None:
-    warmup = _whole(given, f"{ACTOR}optim.lr_warmup_steps", -1)
+    warmup = whole(given, f"{ACTOR}optim.lr_warmup_steps", -1)
     ratio = given.get(f"{ACTOR}optim.lr_warmup_steps_ratio")
-    steps = _whole(given, "trainer.total_training_steps", 0)
+    steps = whole(given, "trainer.total_training_steps", 0)
     if warmup > 0:
         out.put("train.warmup_steps", warmup)
     elif isinstance(ratio, int | float) and ratio > 0 and steps:
@@ -365,7 +330,7 @@ def _reward(given: Mapping[str, Any], out: Imported) -> None:
 
 
 def _evaluation(given: Mapping[str, Any], out: Imported) -> None:
-    files, interval = _files(given.get("data.val_files")), _whole(given, "trainer.test_freq", -1)
+    files, interval = _files(given.get("data.val_files")), whole(given, "trainer.test_freq", -1)
     if files is None or interval <= 0:
         return
     sampling = f"{ROLLOUT}val_kwargs."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -135,6 +136,36 @@ def test_slime() -> None:
 def test_arguments_of_slime_together(arguments: str, expected: dict[str, Any]) -> None:
     keys, _ = keys_of("slime", f"python train.py {arguments}", "run.sh")
     assert {key: keys.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("project", "arguments", "key", "value"),
+    [
+        ("slime", '--lr 5e-6 $EXTRA "$@"', "train.lr", 5e-6),
+        ("slime", '--lr 5e-6 --colocate "$@"', "placement.colocated", True),
+        ("slime", "$EXTRA --colocate $EXTRA", "placement.colocated", True),
+        ("slime", "--rollout-shuffle $EXTRA", "data.shuffle", True),
+        ("slime", "--lr=5e-6 $EXTRA", "train.lr", 5e-6),
+        ("trl", '--learning_rate 5e-6 $EXTRA "$@"', "train.lr", 5e-6),
+        ("trl", '--beta 0 --trust_remote_code "$@"', "model.trust_remote_code", True),
+    ],
+)
+def test_what_a_variable_adds_to_a_command_is_no_value(
+    project: str, arguments: str, key: str, value: Any
+) -> None:
+    result = import_text(project, f"python train.py {arguments}", "run.sh")
+    assert result.keys[key] == value
+    notes = [why for name, why in result.missing if name == "the file"]
+    assert {note.split()[0] for note in notes} == set(re.findall(r"\$\w+|\$@", arguments))
+    assert not any("its value" in why for _, why in result.missing)
+
+
+def test_an_unresolved_part_of_a_list_leaves_the_list_open() -> None:
+    script = "python train.py --lr $LR --eval-prompt-data aime $FILE --rollout-seed 3"
+    keys, missing = keys_of("slime", script, "run.sh")
+    assert "its value $FILE is not known" in missing["eval-prompt-data"]
+    assert "its value $LR is not known" in missing["lr"]
+    assert not {"eval.data", "train.lr"} & set(keys)
 
 
 def test_slime_with_sft_leaves_what_generates() -> None:
