@@ -50,14 +50,25 @@ def print_keys(words: Sequence[str], *, as_json: bool = False) -> int:
     from anygauge.config.keys import config_keys
     from anygauge.plugins import load_plugins
 
-    found = [key for key in config_keys(load_plugins()) if _matches(key, words)]
+    keys = [key for key in config_keys(load_plugins()) if _matches(key, words)]
     if as_json:
-        print(*(json.dumps(asdict(key)) for key in found), sep="\n")
-    elif found:
-        print(_TITLE, *(line for key in found for line in _lines(key)), sep="\n")
+        print(*(json.dumps(asdict(key)) for key in keys), sep="\n")
+    elif keys:
+        print(_TITLE, *(line for key in keys for line in _lines(key)), sep="\n")
     else:
-        print(f"No key has {' and '.join(words)} in its path, choices or meaning.")
-    return 0 if found else 1
+        print(
+            f"No key has {' and '.join(words)} in its path, choices or meaning.", *_foreign(words), sep="\n"
+        )
+    return 0 if keys else 1
+
+
+def _foreign(words: Sequence[str]) -> Iterator[str]:
+    """Yield our keys for words that are arguments of other projects."""
+    from anygauge.migrate.table import foreign_keys
+
+    for word in words:
+        for project, row in foreign_keys(word):
+            yield f"  {word} of {project}: {' and '.join(row.keys)} (docs/migrate/{project}.md)"
 
 
 def _matches(key: Key, words: Sequence[str]) -> bool:

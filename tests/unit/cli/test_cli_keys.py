@@ -63,6 +63,14 @@ def test_words_select_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert "No key has no_such_word" in capsys.readouterr().out
 
 
+def test_arguments_of_other_projects_are_named_by_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "learning_rate"]) == 1
+    assert "\n  learning_rate of trl: train.lr (docs/migrate/trl.md)\n" in capsys.readouterr().out
+    assert main(["keys", "use-kl-loss"]) == 1
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[2] for line in lines] == ["slime:", "verl:"]
+
+
 def test_each_key_is_a_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = shown(capsys, "--json", "kl_type")
     key = json.loads(line)
