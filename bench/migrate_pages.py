@@ -31,8 +31,8 @@ comes from its `config.json`.""",
     "verl": """Reads the overrides of a shell script (`actor_rollout_ref.actor.optim.lr=1e-6`), or a YAML
 config. In YAML, nulls and values that refer to other keys (`${...}`) are left out; a file with
 aliases is refused.""",
-    "trl": """Reads the keyword arguments of `GRPOConfig`, `RLOOConfig`, `SFTConfig`, their trainers and
-`LoraConfig` in a Python script, where they are literals, names of literals, or
+    "trl": """Reads the arguments of the first `GRPOConfig`, `RLOOConfig` or `SFTConfig`, its trainer and
+`LoraConfig` in a Python script, where they are literals, names that the script assigns once, or
 `load_dataset("...")`; the command line in a shell script (`accelerate launch grpo.py
 --learning_rate 1e-5`, `trl grpo ...`); or a YAML config of `trl grpo --config`.""",
 }
@@ -50,7 +50,7 @@ TRIED: Mapping[str, tuple[str, Sequence[tuple[str, int, int, int, str]]]] = {
     "slime": (
         "slime 0.3.1 (commit 624b824a8)",
         (
-            ("scripts/run-qwen3-4B.sh", 43, 13, 3, "passes"),
+            ("scripts/run-qwen3-4B.sh", 43, 13, 3, "placement.train_workers, placement.rollout_workers"),
             ("scripts/run-qwen3-4B-base-sft.sh", 28, 13, 3, "passes"),
             ("scripts/run-glm4-9B.sh", 43, 13, 1, "passes"),
             ("scripts/run-qwen3-30B-A3B.sh", 45, 13, 5, "passes"),
@@ -77,10 +77,10 @@ TRIED: Mapping[str, tuple[str, Sequence[tuple[str, int, int, int, str]]]] = {
     "trl": (
         "TRL of 2026-07-24 (commit f2cd57710)",
         (
-            ("examples/scripts/rloo.py", 13, 3, 7, "data.train"),
-            ("examples/scripts/grpo_vlm.py", 3, 1, 8, "model, data.train"),
-            ("examples/scripts/gspo.py", 3, 1, 8, "model, data.train"),
-            ("examples/scripts/grpo_agent.py", 3, 0, 10, "model, data.train, reward.function"),
+            ("examples/scripts/rloo.py", 14, 3, 8, "data.train"),
+            ("examples/scripts/grpo_vlm.py", 3, 1, 10, "model, data.train"),
+            ("examples/scripts/gspo.py", 3, 1, 10, "model, data.train"),
+            ("examples/scripts/grpo_agent.py", 2, 0, 12, "model, data.train, reward.function"),
             ("examples/scripts/sft_gemma3.py", 6, 2, 6, "model, data.train"),
             ("examples/scripts/openenv/wordle.py", 6, 3, 16, "model, data.train, reward.function"),
         ),

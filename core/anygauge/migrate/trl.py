@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
 from anygauge.migrate.arguments import TRACKERS, flat_yaml, options, whole
 from anygauge.migrate.shell import commands
-from anygauge.migrate.table import Imported, Input, Unresolved
+from anygauge.migrate.table import Imported, Input, rows
+from anygauge.migrate.trl_script import TASK, function_names, read_script
 
 __all__ = ["read", "rules"]
 
-TASK, LOAD = "task", "load_dataset"
-CONFIGS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft"}
-TRAINERS = {"GRPOTrainer": "grpo", "RLOOTrainer": "rloo", "SFTTrainer": "sft"}
-CALLS = (*CONFIGS, *TRAINERS, "LoraConfig")
-LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
-PARSER = (
-    "the script takes arguments on its command line too (TrlParser): import a shell script with it, "
-    "such as `trl grpo --learning_rate 1e-5`, for those"
-)
 AGGREGATIONS = {
     "grpo": "sample_mean",
     "dapo": "token_mean",
@@ -32,6 +22,7 @@ AGGREGATIONS = {
     "nll": "token_mean",
 }
 LISTS = ("lora_target_modules", "lora_modules_to_save", "report_to", "reward_funcs")
+EPOCHS = "num_train_epochs"
 LINEAR = "linear"
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", LINEAR: "cosine"}
 MODES = {"truncate": "tis", "mask": "mis"}
@@ -45,7 +36,7 @@ def read(text: str, name: str) -> Input:
     suffix = PurePath(name).suffix
     if suffix in (".yaml", ".yml"):
         return Input(flat_yaml(text))
-    return _read_command(text) if suffix == ".sh" else _read_script(text)
+    return _read_command(text) if suffix == ".sh" else read_script(text)
 
 
 def _read_command(text: str) -> Input:
@@ -63,76 +54,6 @@ def _read_command(text: str) -> Input:
         command = options(words[at + 1 :], lists=LISTS)
         return Input({TASK: task, **launched, **command.arguments}, command.notes)
     raise ValueError("it calls neither trl nor a Python script")
-
-
-def _read_script(text: str) -> Input:
-    """Read the keyword arguments of configs and trainers, without running anything."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of the script's own strings
-            tree = ast.parse(text)
-        nodes = list(ast.walk(tree))
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"it is not Python: {error}") from error
-    constants = dict(_constants(nodes))
-    arguments: dict[str, Any] = {}
-    for node in nodes:
-        if isinstance(node, ast.Call) and (called := _name(node.func)) in CALLS:
-            if (task := {**CONFIGS, **TRAINERS}.get(called)) is not None:
-                arguments[TASK] = task
-            arguments |= _keywords(called, node, constants)
-    if isinstance(arguments.get("train_dataset"), Unresolved):
-        loaded = (
-            _literal(node, {}) for node in nodes if isinstance(node, ast.Call) and _name(node.func) == LOAD
-        )
-        arguments["train_dataset"] = next(loaded, arguments["train_dataset"])
-    if not arguments and not any(name in text for name in TRAINERS):
-        raise ValueError("it calls no GRPOConfig, GRPOTrainer, SFTConfig or SFTTrainer")
-    return Input(arguments, (PARSER,) if "TrlParser" in text else ())
-
-
-def _constants(nodes: list[ast.AST]) -> Iterator[tuple[str, Any]]:
-    """Yield names that are assigned one value in the script, and the value."""
-    for node in nodes:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            yield node.targets[0].id, _literal(node.value, {})
-
-
-def _name(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _keywords(called: str, node: ast.Call, constants: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keyword arguments of a call, under the names that the table has for them."""
-    for keyword in node.keywords:
-        if keyword.arg is None or (keyword.arg == "args" and called in TRAINERS):
-            continue
-        name = LORA.get(keyword.arg, keyword.arg) if called == "LoraConfig" else keyword.arg
-        if called == "LoraConfig" and not name.startswith("lora_"):
-            continue
-        value = _literal(keyword.value, constants)
-        yield name, _function_names(value) if name == "reward_funcs" else value
-
-
-def _function_names(value: Any) -> list[str]:
-    return [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
-
-
-def _literal(node: ast.AST, constants: Mapping[str, Any]) -> Any:
-    """Return the value of a literal, of a name that has one, or the name of what is loaded."""
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        pass
-    if isinstance(node, ast.Name):
-        return constants.get(node.id, Unresolved(node.id))
-    if isinstance(node, ast.Call) and _name(node.func) in (LOAD, "from_pretrained") and node.args:
-        return _literal(node.args[0], constants)
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(each, constants) for each in node.elts]
-    return Unresolved(_name(node) or type(node).__name__)
 
 
 # -------------------------------------------------------------------------
@@ -221,6 +142,8 @@ def _optimizer(given: Mapping[str, Any], out: Imported, task: str) -> None:
 
 
 def _run(given: Mapping[str, Any], out: Imported) -> None:
+    if EPOCHS not in given and given.get("max_steps", -1) == -1:
+        out.miss(EPOCHS, rows("trl")[EPOCHS].note)
     if isinstance(directory := given.get("output_dir"), str) and "run_name" not in out.converted:
         out.put("run.name", PurePath(directory).name or None)
     if given.get("save_strategy") == "no":
@@ -236,7 +159,7 @@ def _run(given: Mapping[str, Any], out: Imported) -> None:
 def _lora(given: Mapping[str, Any], out: Imported) -> None:
     if not (given.get("use_peft") or "lora_r" in given):
         return
-    out.put("train.lora.rank", whole(given, "lora_r", 16))
+    out.put("train.lora.rank", given.get("lora_r", 16))
     out.put("train.lora.alpha", given.get("lora_alpha", 32 if given.get("use_peft") else 8))
     for name, key in (("lora_target_modules", "targets"), ("lora_modules_to_save", "modules_to_save")):
         value = given.get(name)
@@ -287,7 +210,7 @@ def _engine(given: Mapping[str, Any], out: Imported) -> None:
 
 def _reward(given: Mapping[str, Any], out: Imported) -> None:
     functions = given.get("reward_funcs")
-    names = [] if functions is None else _function_names(functions)
+    names = [] if functions is None else function_names(functions)
     if "accuracy_reward" in names:
         out.put("reward.function", "math")
         out.put("data.label_key", "solution")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import dropwhile
 from pathlib import PurePath
 from typing import Any
 
 from anygauge.migrate.arguments import TRACKERS, flat_yaml, whole
 from anygauge.migrate.shell import commands, scalar
-from anygauge.migrate.table import Imported, Input, Unresolved
+from anygauge.migrate.table import Imported, Input, Unresolved, rows
 
 __all__ = ["read", "rules"]
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+EPOCHS = "trainer.total_epochs"
 MEGATRON = f"{ACTOR}megatron."
 ADVANTAGES = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl"}
@@ -46,6 +48,7 @@ LABEL = (
     "own, whose name data.label_key is"
 )
 _OVERRIDE = re.compile(r"(?P<name>\+{0,2}[A-Za-z_]\w*(\.\w+)*)=(?P<value>.*)", re.S)
+_ENVIRONMENT = re.compile(r"\w+=.*", re.S)
 
 
 def read(text: str, name: str) -> Input:
@@ -59,7 +62,7 @@ def read(text: str, name: str) -> Input:
         return Input({name: value for name, value in leaves.items() if MEDIA.get(name) != value})
     arguments: dict[str, Any] = {}
     for words in commands(text):
-        for word in words:
+        for word in dropwhile(_is_environment, words):
             match = _OVERRIDE.fullmatch(str(word))
             if match is None or ("." not in match["name"] and "verl" not in " ".join(map(str, words[:8]))):
                 continue
@@ -69,6 +72,11 @@ def read(text: str, name: str) -> Input:
     if not arguments:
         raise ValueError("it has no overrides such as data.train_batch_size=1024")
     return Input(arguments)
+
+
+def _is_environment(word: str | Unresolved) -> bool:
+    """Return whether a word before the program sets an environment variable."""
+    return _ENVIRONMENT.fullmatch(str(word)) is not None
 
 
 def _value(text: str) -> Any:
@@ -145,6 +153,8 @@ def _files(value: Any) -> list[Any] | None:
 
 
 def _trainer(given: Mapping[str, Any], out: Imported) -> None:
+    if not {EPOCHS, "trainer.total_training_steps"} & given.keys():
+        out.miss(EPOCHS, rows("verl")[EPOCHS].note)
     every = whole(given, "trainer.save_freq", -1)
     out.put("save.every", every if every > 0 else "none")
     if given.get("trainer.val_before_train") is False:

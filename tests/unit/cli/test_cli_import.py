@@ -11,7 +11,8 @@ import pytest
 from anygauge.cli import main
 
 SFT = (
-    "A=( --hf-checkpoint org/model --prompt-data a.jsonl --loss-type sft_loss --num-rollout 3 --num-epoch 2 )"
+    "A=( --hf-checkpoint org/model --prompt-data a.jsonl --loss-type sft_loss --num-rollout 3 --num-epoch 2 "
+    "--lr-decay-style constant )"
 )
 
 

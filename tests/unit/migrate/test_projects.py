@@ -10,6 +10,7 @@ import pytest
 from anygauge.migrate.project import import_text
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+LORA = "GRPOTrainer(model='m', peft_config=LoraConfig(lora_alpha=32, target_modules='all-linear'))"
 SPACE = "run.tracker_options.trackio.space_id"
 TIS = {"level": "token", "high": 2.0}
 SLIME = """
@@ -295,8 +296,9 @@ def test_what_has_no_counterpart_is_said() -> None:
 
 
 def test_an_argument_that_needs_no_key_is_no_loss() -> None:
-    result = import_text("slime", "python train.py --balance-data --hidden-dropout 0 --colocate", "a.sh")
-    assert result.converted == ["colocate"]
+    script = "python train.py --balance-data --hidden-dropout 0 --colocate --lr-decay-style constant"
+    result = import_text("slime", script, "a.sh")
+    assert result.converted == ["colocate", "lr-decay-style"]
     assert result.unneeded == ["balance-data", "hidden-dropout"]
     assert result.missing == []
 
@@ -370,6 +372,10 @@ def test_trl() -> None:
         ("a.sh", "trl grpo --use_vllm", {"rollout.sglang.mem_fraction_static": 0.3}),
         ("a.sh", "trl grpo --use_vllm --vllm_max_model_length 9", {"rollout.sglang.context_length": 9}),
         ("a.sh", "trl sft --report_to trackio --trackio_space_id s", {SPACE: "s"}),
+        ("a.py", LORA, {"train.lora.rank": 8, "train.lora.alpha": 32, "train.lora.targets": "all-linear"}),
+        ("a.py", "SFTTrainer('m', peft_config=LoraConfig())", {"train.lora.rank": 8, "train.lora.alpha": 8}),
+        ("a.py", "RLOOTrainer('m', accuracy_reward)", {"model.path": "m", "reward.function": "math"}),
+        ("a.py", "SFTTrainer('m', SFTConfig('out/x'))", {"model.path": "m", "run.name": "x"}),
         ("a.sh", "trl grpo --use_peft --lora_alpha 8", {"train.lora.rank": 16, "train.lora.alpha": 8}),
         ("a.yaml", "learning_rate: 1e-4\nmodel_name_or_path: m", {"train.lr": 1e-4, "model.path": "m"}),
     ],
@@ -377,6 +383,67 @@ def test_trl() -> None:
 def test_files_of_trl(name: str, text: str, expected: dict[str, Any]) -> None:
     keys, _ = keys_of("trl", text, name)
     assert {key: keys.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "argument", "why"),
+    [
+        ("LR = 1\nLR = 2\nGRPOConfig(learning_rate=LR)", "learning_rate", "its value LR is not known"),
+        ("def f(LR): LR\nLR = 2\nGRPOConfig(learning_rate=LR)", "learning_rate", "its value LR is not known"),
+        ("for LR in x: LR = 2\nGRPOConfig(learning_rate=LR)", "learning_rate", "its value LR is not known"),
+        ("a = GRPOConfig(learning_rate=1)\na.learning_rate = 2", "learning_rate", "a.learning_rate = ..."),
+        ("GRPOTrainer('m', f, a)\na.num_train_epochs = 1", "num_train_epochs", "set run.steps"),
+        ("GRPOConfig(learning_rate=1, **cfg)", "the file", "GRPOConfig in line 1: arguments of **"),
+        ("GRPOTrainer('m', f, *rest)", "the file", "positional arguments are not all read"),
+        ("LoraConfig('CAUSAL_LM')\nGRPOTrainer('m')", "the file", "positional arguments are not all read"),
+        (
+            "load_dataset('a')\nload_dataset('b')\nGRPOTrainer('m', train_dataset=d)",
+            "train_dataset",
+            "its value d is not",
+        ),
+    ],
+)
+def test_what_a_python_script_does_not_tell_is_said(text: str, argument: str, why: str) -> None:
+    keys, missing = keys_of("trl", text, "a.py")
+    assert why in missing[argument]
+    assert "train.lr" not in keys or argument != "learning_rate"
+
+
+@pytest.mark.parametrize("other", ["SFTConfig(seed=8, learning_rate=2)", "GRPOConfig(learning_rate=2)"])
+def test_the_first_run_of_a_python_script_is_read(other: str) -> None:
+    script = f"def f():\n    return SFTConfig(learning_rate=1)\n{other}\nf()"
+    keys, missing = keys_of("trl", script, "a.py")
+    assert (keys["run.task"], keys["train.lr"], keys["run.seed"]) == ("sft", 1, 42)
+    assert missing["the file"].startswith(f"{other.partition('(')[0]} in line 3 is not read")
+
+
+def test_variables_of_the_environment_are_no_arguments() -> None:
+    script = f"PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo {ROLLOUT}n=2 odd=1"
+    assert "odd" in (missing := keys_of("verl", script, "a.sh")[1])
+    assert "PYTHONUNBUFFERED" not in missing
+
+
+def test_a_config_named_on_the_command_line_is_to_be_imported_too() -> None:
+    assert (
+        "`anygauge import trl FILE.yaml`" in keys_of("trl", "trl grpo --config c.yaml", "a.sh")[1]["config"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("project", "text", "argument", "why"),
+    [
+        ("trl", "trl grpo --beta 0", "num_train_epochs", "3 by default"),
+        ("trl", "trl grpo --beta 0 --max_steps -1", "num_train_epochs", "3 by default"),
+        ("trl", "trl grpo --beta 0 --max_steps 4", "num_train_epochs", ""),
+        ("verl", f"run {ROLLOUT}n=2", "trainer.total_epochs", "30 by default"),
+        ("verl", f"run {ROLLOUT}n=2 trainer.total_training_steps=4", "trainer.total_epochs", ""),
+        ("slime", "python train.py --lr 1", "lr-decay-style", "linear has no counterpart"),
+        ("slime", "python train.py --lr 1 --lr-decay-style constant", "lr-decay-style", ""),
+    ],
+)
+def test_a_default_without_a_counterpart_is_said(project: str, text: str, argument: str, why: str) -> None:
+    missing = keys_of(project, text, "a.sh")[1]
+    assert why in missing[argument] if why else argument not in missing
 
 
 @pytest.mark.parametrize(
