@@ -91,6 +91,10 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def whole(given: Mapping[str, Any], name: str, default: Default) -> int | Default:
-    """Return an argument that is a whole number, or a default."""
+    """Return an argument that is a whole number, or a default.
+
+    >>> whole({"n": 4}, "n", 1), whole({"n": True}, "n", 1), whole({}, "n", None)
+    (4, 1, None)
+    """
     value = given.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else default

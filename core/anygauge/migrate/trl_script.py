@@ -140,23 +140,19 @@ def _unread(called: str, call: ast.Call) -> Iterator[str]:
 
 def _changed(nodes: Sequence[ast.AST], calls: Mapping[str, ast.Call]) -> Iterator[tuple[str, Unresolved]]:
     """Yield the attributes of configs that the script assigns later, whose values depend on what runs."""
-    configs = {
-        target.id
-        for node in nodes
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
-        and _name(node.value.func) in CONFIGS
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    for called, call in calls.items():
-        configs.update(_name(value) for name, value in _passed(called, call) if name == "args")
+    configs = [
+        value for name, call in calls.items() for passed, value in _passed(name, call) if passed == "args"
+    ]
     for node in nodes:
         if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and _name(node.value) in configs
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and _name(node.value.func) in CONFIGS
         ):
+            configs += node.targets
+    names = {config.id for config in configs if isinstance(config, ast.Name)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _name(node.value) in names:
             yield node.attr, Unresolved(f"{_name(node.value)}.{node.attr} = ...")
 
 

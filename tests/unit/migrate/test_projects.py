@@ -167,6 +167,7 @@ def test_an_unresolved_part_of_a_list_leaves_the_list_open() -> None:
     assert "its value $FILE is not known" in missing["eval-prompt-data"]
     assert "its value $LR is not known" in missing["lr"]
     assert not {"eval.data", "train.lr"} & set(keys)
+    assert "run.trackers" not in keys_of("trl", "trl grpo --report_to wandb $X --beta 0", "a.sh")[0]
 
 
 def test_slime_with_sft_leaves_what_generates() -> None:
@@ -392,7 +393,7 @@ def test_files_of_trl(name: str, text: str, expected: dict[str, Any]) -> None:
         ("def f(LR): LR\nLR = 2\nGRPOConfig(learning_rate=LR)", "learning_rate", "its value LR is not known"),
         ("for LR in x: LR = 2\nGRPOConfig(learning_rate=LR)", "learning_rate", "its value LR is not known"),
         ("a = GRPOConfig(learning_rate=1)\na.learning_rate = 2", "learning_rate", "a.learning_rate = ..."),
-        ("GRPOTrainer('m', f, a)\na.num_train_epochs = 1", "num_train_epochs", "set run.steps"),
+        ("GRPOTrainer('m', f, a)\na.learning_rate = 2", "learning_rate", "a.learning_rate = ..."),
         ("GRPOConfig(learning_rate=1, **cfg)", "the file", "GRPOConfig in line 1: arguments of **"),
         ("GRPOTrainer('m', f, *rest)", "the file", "positional arguments are not all read"),
         ("LoraConfig('CAUSAL_LM')\nGRPOTrainer('m')", "the file", "positional arguments are not all read"),
@@ -407,6 +408,15 @@ def test_what_a_python_script_does_not_tell_is_said(text: str, argument: str, wh
     keys, missing = keys_of("trl", text, "a.py")
     assert why in missing[argument]
     assert "train.lr" not in keys or argument != "learning_rate"
+
+
+def test_nothing_else_of_a_python_script_is_taken() -> None:
+    call = "GRPOTrainer('m', f, args=GRPOConfig(learning_rate=1))"
+    script = f"{call}\nb.seed = f().seed = 3\nLoraConfig(bias='none')"
+    keys, missing = keys_of("trl", script, "a.py")
+    assert (keys["train.lr"], keys["run.seed"]) == (1, 42)
+    assert set(missing) == {"lr_scheduler_type", "num_processes", "num_train_epochs", "reward_funcs"}
+    assert "model" not in keys_of("trl", "GRPOTrainer(*rest, 'm', seed=1)", "a.py")[1]
 
 
 @pytest.mark.parametrize("other", ["SFTConfig(seed=8, learning_rate=2)", "GRPOConfig(learning_rate=2)"])

@@ -82,6 +82,8 @@ def test_expansions_that_multiply_are_refused() -> None:
     doubled = "A=aaaaaaaaaa\n" + "A=$A$A\n" * 60
     with pytest.raises(ValueError, match="more than 65536 characters"):
         list(commands(doubled))
+    with pytest.raises(ValueError, match="more than 65536 characters"):
+        list(commands(f"A={'a' * 40_000}\nB=$A\nB+=$A"))
     arrays = "A=(a b c d)\n" + "A=(${A[@]} ${A[@]})\n" * 60
     with pytest.raises(ValueError, match="more than 20000 words"):
         list(commands(arrays))
