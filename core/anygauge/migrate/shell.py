@@ -52,7 +52,7 @@ def commands(text: str) -> Iterator[Words]:
     """Yield the commands of a script, and its arrays, each as its words; arrays in them are expanded.
 
     Assignments count in the order of the text. Loops and branches are not followed: a variable that is
-    assigned in one is unresolved, and an array has an unresolved word for what is assigned there.
+    assigned in one is unresolved; one that is appended to keeps its words, with an unresolved one among them.
 
     :raises ValueError: An expansion is too long.
     """
@@ -62,7 +62,7 @@ def commands(text: str) -> Iterator[Words]:
     for name, added, statement in _statements(text):
         depth, variable, raw = _unnested(depth, statement)
         if variable:
-            variables[variable] = Unresolved(variable)
+            variables[variable] = Unresolved(f"${variable}")
         words = [word for each in raw for word in _expanded(each, variables, arrays)]
         if len(words) > MOST_WORDS:
             raise ValueError(f"a command expands to more than {MOST_WORDS} words")
@@ -70,7 +70,7 @@ def commands(text: str) -> Iterator[Words]:
             before = arrays.get(name, ()) if added else ()
             words = arrays[name] = [*before, *([Unresolved(f"${{{name}[@]}}")] if depth else words)]
         elif (assigned := _assigned(raw)) is not None:
-            variables[assigned[0]] = Unresolved(assigned[0]) if depth else _new_value(*assigned, variables)
+            variables[assigned[0]] = _new_value(*assigned, variables, is_sure=not depth)
             continue
         if words:
             yield words
@@ -143,9 +143,12 @@ def _assigned(words: Sequence[str]) -> tuple[str, bool, str] | None:
 
 
 def _new_value(
-    name: str, appended: bool, raw: str, variables: Mapping[str, str | Unresolved]
+    name: str, appended: bool, raw: str, variables: Mapping[str, str | Unresolved], *, is_sure: bool
 ) -> str | Unresolved:
-    value, before = _joined(raw, variables), variables.get(name, "") if appended else ""
+    """Return the value of a variable after an assignment, which counts for sure outside of branches alone."""
+    before = variables.get(name, "") if appended else ""
+    space = " " if raw.lstrip("\"'").startswith(" ") else ""  # without one, the last word goes on
+    value = _joined(raw, variables) if is_sure else Unresolved(f"{space}${name}")
     text = f"{before}{value}"
     if len(text) > LONGEST_WORD:
         raise ValueError(f"a word expands to more than {LONGEST_WORD} characters")
@@ -164,9 +167,12 @@ def _expanded(raw: str, variables: Mapping[str, str | Unresolved], arrays: Mappi
         return list(arrays.get(match["array"], ()))
     value = _joined(raw, variables)
     name = match and (match["name"] or match["bare"])
-    if name and not raw.startswith('"') and isinstance(value, str):
+    if not name or raw.startswith('"'):
+        return [value]
+    if isinstance(value, str):
         return list(value.split())  # as the shell splits a variable without quotes
-    return [value]
+    words = str(variables.get(name, "")).split()
+    return [Unresolved(word) if "$" in word else word for word in words] if len(words) > 1 else [value]
 
 
 def _joined(raw: str, variables: Mapping[str, str | Unresolved]) -> str | Unresolved:

@@ -72,6 +72,21 @@ def test_an_array_keeps_what_is_assigned_outside_of_a_branch() -> None:
     assert last(text) == ["run", "--a", "1", Unresolved("${A[@]}"), "--c", "3"]
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('A="--a 1"\nif x; then A+=" --b 2"; fi\nA+=" --c 3"', ["--a", "1", Unresolved("$A"), "--c", "3"]),
+        ('A="--a 1"\nif x; then A+=2; fi', ["--a", Unresolved("1$A")]),
+        ('A="--a $1 --c 3"', ["--a", Unresolved("$1"), "--c", "3"]),
+        ("A=$1", [Unresolved("$A")]),
+        ("", [Unresolved("$A")]),
+    ],
+)
+def test_a_variable_that_is_known_in_part_keeps_its_words(text: str, words: list[object]) -> None:
+    assert last(f"{text}\nrun $A") == ["run", *words]
+    assert last(f'{text}\nrun "$A"') == ["run", Unresolved("$A")]
+
+
 def test_the_home_directory_alone_is_taken_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("SECRET", "s")
