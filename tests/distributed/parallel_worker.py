@@ -73,7 +73,7 @@ def make_config(case: dict[str, Any]) -> Config:
 
 
 def make_samples(vocab: int, count: int, longest: int, group: int = 1) -> list[TrainSample]:
-    """Return samples of many lengths, some of which no number of ranks divides.
+    """Return samples of many lengths; some lengths are divisible by no number of ranks.
 
     :param group: Samples in succession that have the same prompt.
     """

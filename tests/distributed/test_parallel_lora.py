@@ -41,7 +41,7 @@ MODES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 
 
 class Runs:
-    """Runs of a model, each of which leaves an export and a checkpoint."""
+    """Runs of a model; each leaves an export and a checkpoint."""
 
     def __init__(self, crew: Any, make_model: Any, directory: Path) -> None:
         self._crew, self._make_model, self._directory = crew, make_model, directory

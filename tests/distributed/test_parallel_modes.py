@@ -285,7 +285,7 @@ def test_divided_experts_train_like_whole_ones(crew: Any, make_model: Any, alone
     "parallel", [{"tensor": 2}, {"expert": 2, "pipeline": 2}], ids=["tp2-dp2", "ep2-pp2"]
 )
 def test_divided_models_pack_prefixes(crew: Any, make_model: Any, parallel: dict[str, Any]) -> None:
-    """Groups of four, of which each of two optimizer steps has two samples."""
+    """Two optimizer steps, each with two samples of every group of four."""
     case: dict[str, Any] = {"samples": 12, "group": 4, "steps": 2}
     (alone,) = train_model(crew, make_model, "experts", 1, **case)
     train = {"prefix_packing": True}

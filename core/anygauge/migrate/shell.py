@@ -77,7 +77,7 @@ def commands(text: str) -> Iterator[Words]:
 
 
 def scalar(text: str | Unresolved) -> Any:
-    """Return a word as the number, boolean or null that it is, else as it is.
+    """Parse a word as a number, boolean or null; return any other word unchanged.
 
     >>> scalar("8"), scalar("1e-6"), scalar("True"), scalar("null"), scalar("prompt")
     (8, 1e-06, True, None, 'prompt')

@@ -38,7 +38,7 @@ class _Told(NamedTuple, Generic[T]):
     failed: dict[str, str]
     """Errors of servers, by address."""
     result: T | None
-    """Result of the step, on the rank that it is of."""
+    """Result of the step on the rank that took it; ``None`` on the others."""
 
 
 _CONNECTED = TypeAdapter(_Told[None])

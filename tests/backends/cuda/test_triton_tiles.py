@@ -48,12 +48,12 @@ def apart(tile: Tile, *, keeps: bool = False) -> Tile:
 
 
 def forgotten(tile: Tile) -> Tile:
-    """Return a tile as backward gets it, of which nothing but the kept logits is left."""
+    """Return the tile of a backward pass that has the kept logits alone."""
     return replace(tile, logits=tile.logits[:, :0])
 
 
 def without_kept(tile: Tile) -> Tile:
-    """Return a tile as backward gets it, whose logits were computed again."""
+    """Return the tile of a backward pass that computes the logits again."""
     assert tile.kept is not None
     return replace(tile, kept=replace(tile.kept, logits=tile.kept.logits[:, :0]))
 

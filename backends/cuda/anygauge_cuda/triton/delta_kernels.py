@@ -143,7 +143,7 @@ def _decay_back(sums: tl.tensor, C: tl.constexpr):
 
 @triton.jit
 def _slope(pairs: tl.tensor, reached: tl.tensor, kept: tl.tensor):
-    """Return the gradient of each logarithm of a decay from those of the sums that it is in.
+    """Return the gradients of log decays, from the gradients of sums over ranges of tokens.
 
     In float64, because a pair that is on one side of a token adds and subtracts.
 

@@ -40,8 +40,7 @@ def gated_delta_rule(
     """Return ``scale * S_t q_t`` with ``S_t = exp(g_t) S_{t-1} (1 - beta_t k_t k_t^T) + beta_t v_t k_t^T``.
 
     https://arxiv.org/abs/2412.06464 equation 10 and section 3.3, computed in float32. For bfloat16 inputs,
-    the precision of matrix products is that of TF32; rounded to bfloat16, terms of which little is left
-    would lose the rest.
+    matrix products have the precision of TF32: terms that nearly cancel would be lost in bfloat16.
 
     See :class:`anygauge_hooks.kernels.GatedDeltaRule`.
 
