@@ -1,4 +1,4 @@
-"""Requests of one prompt are one HTTP request."""
+"""Requests of one group are one HTTP request."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Engine:
         self, seed: int, tokens: tuple[int, ...] = (1, 2), params: SamplingParams = SHORT, **given: Any
     ) -> Coroutine[Any, Any, Generation]:
         given = {"rank": None, "ends": 60.0, **given}
-        return self.batches.generate(GenerateRequest(str(seed), tokens, params, seed), f"r{seed}", **given)
+        request = GenerateRequest(str(seed), tokens, params, seed, group=given.pop("group", None))
+        return self.batches.generate(request, f"r{seed}", **given)
 
 
 def answer(token: int) -> dict[str, Any]:
@@ -81,6 +82,21 @@ def test_requests_of_one_prompt_are_sent_as_one() -> None:
         assert alone[2]["routed_dp_rank"] == 1
         await asyncio.gather(*(engine.ask(seed, rank=3) for seed in (1, 2)))
         assert engine.bodies[-1]["routed_dp_rank"] == 3
+
+    run(check)
+
+
+def test_samples_of_a_group_go_on_together_from_different_tokens() -> None:
+    """Samples that an update of the weights has ended."""
+
+    async def check(engine: Engine) -> None:
+        asked = [engine.ask(5, (1, 2, 8), group="a"), engine.ask(6, (1, 2), LONG, group="a")]
+        asked += [engine.ask(7, (1, 2), group="b"), engine.ask(8, (1, 2), group="a", rank=1)]
+        assert [each.tokens for each in await asyncio.gather(*asked)] == [(5,), (6,), (7,), (8,)]
+        together, *alone = engine.bodies
+        assert together["input_ids"] == [[1, 2, 8], [1, 2]]
+        assert [each["max_new_tokens"] for each in together["sampling_params"]] == [1, 2]
+        assert [each["rid"] for each in alone] == ["r7", "r8"]
 
     run(check)
 
