@@ -389,17 +389,21 @@ class EnginePool:
         self._spawn(self._insist(had))
 
     async def _insist(self, had: Mapping[PoolEngine, Collection[str]]) -> None:
-        """End what reached an engine only after it was told to end all; later requests are spared."""
+        """End what reached an engine only after it was told to end all; later requests are spared.
+
+        An engine that still answers requests is left to it: with a thousand of them it needs longer than a
+        step, and each abort would take as much of its time as an answer.
+        """
         clock = asyncio.get_running_loop().time
         ends = clock() + self._options.control_timeout_s
-        while clock() < ends:
+        left = had
+        while any(left.values()) and clock() < ends:
             await asyncio.sleep(_ABORT_STEP_S)
-            left = {engine: engine.client.in_flight() & set(rids) for engine, rids in had.items()}
-            late = [engine for engine in self._reachable() if left.get(engine)]
-            if not late:
-                return
+            engines = [engine for engine in self._reachable() if engine in left]
+            before, left = left, {each: each.client.in_flight() & set(left[each]) for each in engines}
+            stuck = [engine for engine in engines if left[engine] and left[engine] == before[engine]]
             await asyncio.gather(
-                *(engine.client.abort(left[engine]) for engine in late), return_exceptions=True
+                *(engine.client.abort(left[engine]) for engine in stuck), return_exceptions=True
             )
 
     async def set_memory_state(self, state: MemoryState) -> None:

@@ -57,6 +57,9 @@ LOG_LINES = 40
 """Lines from the end of a log that errors show."""
 TRIES = 3
 """Attempts at a free port: another process may take one between the choice and the server's own listening."""
+ANSWER_ONCE = {"SGLANG_FORCE_STREAM_INTERVAL": str(2**31 - 1)}
+"""SGLang's variable: tokens of a response after which its scheduler reports them, which costs the front end as
+much as an answer. It serves SGLang's metric of the first token; nobody reads a response before its end."""
 _TAKEN = ("address already in use", "port is already in use", "eaddrinuse")
 
 _log = logging.getLogger(__name__)
@@ -357,7 +360,8 @@ def _environment(config: Config, context: WorkerContext) -> dict[str, str]:
     offline = {"HF_HUB_OFFLINE": "1"}  # the model is a directory
     # the server in Rust that SGLang may start instead asks for no key
     launcher_env = {BACKEND: backend.name, "PYTHONUNBUFFERED": "1", "SGLANG_RUST_SERVER": "0"}
-    return {**os.environ, **offline, **backend_env, **visible, **media_environment(config), **launcher_env}
+    media = media_environment(config)
+    return {**ANSWER_ONCE, **os.environ, **offline, **backend_env, **visible, **media, **launcher_env}
 
 
 def _logs(config: Config, context: WorkerContext) -> Path:

@@ -82,6 +82,7 @@ def test_a_server_listens_on_its_nodes_address_and_sees_its_own_devices(
     assert "--host 10.0.0.3 " in words(made)
     assert made._environment["ABACUS_VISIBLE"] == "4,5"
     assert made._environment["ANYGAUGE_SGLANG_BACKEND"] == "abacus"
+    assert int(made._environment["SGLANG_FORCE_STREAM_INTERVAL"]) > 1_000_000
     assert made.log == Path("runs/unit/logs/rollout-0-engine.log")
 
 
