@@ -16,11 +16,12 @@ the last number of the response is right. ``--task demo`` is the demo's, with it
 is ``--model``. Any other is a TOML file of config keys, with ``data.train``, ``[eval.datasets.first]`` (its
 first row is the first prompt of a run), ``[eval.datasets.eval]`` and a reward.
 
-A row falls short, and the script ends with status 1, where its run failed, a loss is not finite, trainer and
-engine differ by more than ``LIMITS`` in their log-probs (of ``sync`` schedules: others train on older
-weights), or the reward did not rise. Runs under ten steps need not learn, and neither do random models: a
-mixture of experts stands for the model in rows of experts, and a dense one in rows of tensor parallelism that
-cannot divide its heads. Their reward is the share of characters with an even code.
+A row falls short, and the script ends with status 1, where its run failed, a loss, a reward or a log-prob
+difference is not finite, trainer and engine differ by more than ``LIMITS`` in their log-probs (of ``sync``
+schedules: others train on older weights), or the reward did not rise. Runs under ten steps need not learn,
+and neither do random models: a mixture of experts stands for the model in rows of experts, and a dense one in
+rows of tensor parallelism that cannot divide its heads. Their reward is the share of characters with an even
+code.
 
 Seconds, tokens a second and their parts are medians over the steps after the first three; seconds a step have
 their mean beside it, since some asynchronous steps wait for samples and others do not. *Start* is from the
@@ -33,8 +34,8 @@ are counted from its command, a worker's from its process: ``device`` imports to
 first answer.
 
 ``--against COMMIT`` runs each row with that commit's packages too, in turns, ``--rounds`` times, and prints
-the medians' ratio. ``--compare LABEL`` does so with the rows of that label that the store has. A row that
-takes more than 1.03 times as long is a failure.
+the ratio of the seconds a step: medians, and means in asynchronous rows. ``--compare LABEL`` does so with the
+rows of that label that the store has. A row that takes more than 1.03 times as long is a failure.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +83,9 @@ LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
 SLOWER = 1.03
 """Largest ratio of seconds a step, new tree over old."""
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+LOSSES = ("train/loss", "train/value_loss")
+FINITE = (*LOSSES, DIFFERENCE, "rollout/reward")
+"""Beginnings of metrics that must be finite; null in JSON is a value that is not."""
 PARTS = ("rollout", "train", "log_probs", "update_weights", "sleep", "wake_up")
 HEAD = ("row", "devices", "model", "s a step, mean", *PARTS, "tokens/s", "generated/s", "reward", "held out")
 HEAD = (*HEAD, "log-probs", "GiB", "start", "falls short")
@@ -232,16 +237,11 @@ def measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     steps = [row for row in rows if "perf/step_time" in row]
     warm = steps[WARM_UP:] or steps
     edge = max(1, min(EDGE, len(steps) // 2))
-    rewards = [row["rollout/reward"] for row in steps if "rollout/reward" in row]
+    rewards = [row["rollout/reward"] for row in steps if row.get("rollout/reward") is not None]
     scores = [row["eval/eval"] for row in rows if "eval/eval" in row]
     differences = [row[DIFFERENCE] for row in steps if row.get(DIFFERENCE) is not None]
-    # of JSON, whose null is a value that is not finite
-    losses = [
-        value
-        for row in steps
-        for name, value in row.items()
-        if name.startswith(("train/loss", "train/value_loss"))
-    ]
+    has_loss = any(name.startswith(LOSSES) for row in steps for name in row)
+    numbers = [row[name] for row in steps for name in row if name.startswith(FINITE)]
     return {
         "steps": len(steps),
         "step_s": median(warm, "perf/step_time"),
@@ -250,9 +250,9 @@ def measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tokens_per_s": median(warm, "perf/tokens_per_s"),
         "rollout_tokens_per_s": median(warm, "perf/rollout_tokens_per_s"),
         "device_memory_gib": max((row.get("perf/device_memory_gib") or 0.0 for row in steps), default=0.0),
-        "reward": [round(statistics.fmean(part), 4) for part in (rewards[:edge], rewards[-edge:])],
+        "reward": [round(statistics.fmean(part or [0.0]), 4) for part in (rewards[:edge], rewards[-edge:])],
         "held_out": [round(score, 4) for score in (scores[:1] + scores[-1:])],
-        "is_finite": bool(losses) and all(value is not None and math.isfinite(value) for value in losses),
+        "is_finite": has_loss and all(value is not None and math.isfinite(value) for value in numbers),
         "log_prob_difference": round(statistics.fmean(differences), 9) if differences else None,
     }
 
@@ -271,10 +271,11 @@ def times(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def shortcomings(row: Mapping[str, Any]) -> list[str]:
     """Return in what a row falls short."""
     keys, (first, last) = row["settings"]["keys"], row["reward"]
-    limit = LIMITS[keys.get("train.dtype", "bfloat16")]
+    given = dict(pairwise(row["settings"]["extra"]))
+    limit = LIMITS[given.get("--train.dtype", keys.get("train.dtype", "bfloat16"))]
     difference = row["log_prob_difference"]
     is_random = row["settings"]["trained"] != "given"
-    problems = [] if row["is_finite"] else ["a loss is not finite"]
+    problems = [] if row["is_finite"] else ["a loss, a reward or a log-prob difference is not finite"]
     if "rollout.schedule" not in keys and not (difference is not None and difference <= limit):
         problems.append(f"log-probs differ by more than {limit:g}")
     if row["steps"] >= LEARNS and not is_random and last <= first:
@@ -334,11 +335,18 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def step_seconds(row: Mapping[str, Any]) -> float:
+    """Return the median of a row's steps; their mean where some steps wait for samples and others do not."""
+    is_async = row["settings"]["keys"].get("rollout.schedule") == "async"
+    return float(row["mean_step_s" if is_async else "step_s"])
+
+
 def ratios(stored: Stored, rows: Iterable[str], new: str, old: str) -> dict[str, float]:
     """Return the seconds of a step of one label over those of another, by row; medians over the rounds."""
     seconds = {
         label: {
-            row: [each["step_s"] for key, each in stored.items() if key[:2] == (label, row)] for row in rows
+            row: [step_seconds(each) for key, each in stored.items() if key[:2] == (label, row)]
+            for row in rows
         }
         for label in (new, old)
     }

@@ -5,7 +5,7 @@ What goes over the wire is the engine's own affair; the core speaks to a server 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -114,13 +114,10 @@ class EngineClient(Protocol):
         :param ends: Deadline on the event loop's clock; ``None`` takes the limits'.
         """
 
-    def in_flight(self) -> Set[str]:
-        """Return the ids of the requests that were sent and not answered."""
+    async def abort(self) -> None:
+        """Abort all generations in the server; each returns its tokens so far.
 
-    async def abort(self, ids: Iterable[str] | None = None) -> None:
-        """Abort generations in the server; each returns its tokens so far.
-
-        :param ids: Those of :meth:`in_flight` to end; ``None`` ends all.
+        Called again every 0.2 s until all requests are answered: one may reach the server after an abort.
         """
 
     async def set_memory_state(self, state: MemoryState) -> None:

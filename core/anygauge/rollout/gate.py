@@ -11,7 +11,7 @@ from anygauge_hooks.rollout import GenerateRequest, Generation, Generator
 
 __all__ = ["Gate"]
 
-AGAIN_S = 1.0
+AGAIN_S = 0.2
 """Seconds until engines are asked again to abort requests: one may have crossed the first abort."""
 
 

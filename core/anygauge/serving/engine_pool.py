@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +31,6 @@ __all__ = ["EnginePool", "EngineReport", "EngineState"]
 
 _SIGNS = 2
 """Probes that an engine may miss, one after the other, before it counts as dead."""
-_ABORT_STEP_S = 0.2
 CONCURRENCY = 256
 """Requests in flight for a rank of an engine that does not tell how many it runs at once."""
 T = TypeVar("T")
@@ -378,33 +377,17 @@ class EnginePool:
     # ---- all engines at once ----
 
     async def abort(self) -> None:
-        """Abort all generations in flight; each returns its tokens so far, with finish reason ``"abort"``."""
+        """Abort all generations in flight; each returns its tokens so far, with finish reason ``"abort"``.
+
+        A request that reaches an engine just after goes on: ask again while any is unanswered. With an abort
+        for each of a thousand requests, an engine would need longer than to answer them.
+        """
         self._queue.abort()
         self._prefill_queue.abort()
         for active in self._active:
             active.aborted.set()
-        had = {engine: engine.client.in_flight() for engine in self._engines.values()}
         for engine, error in await self._command(self._reachable(), lambda client: client.abort()):
             self._lose(engine, error)
-        self._spawn(self._insist(had))
-
-    async def _insist(self, had: Mapping[PoolEngine, Collection[str]]) -> None:
-        """End what reached an engine only after it was told to end all; later requests are spared.
-
-        An engine that still answers requests is left to it: with a thousand of them it needs longer than a
-        step, and each abort would take as much of its time as an answer.
-        """
-        clock = asyncio.get_running_loop().time
-        ends = clock() + self._options.control_timeout_s
-        left = had
-        while any(left.values()) and clock() < ends:
-            await asyncio.sleep(_ABORT_STEP_S)
-            engines = [engine for engine in self._reachable() if engine in left]
-            before, left = left, {each: each.client.in_flight() & set(left[each]) for each in engines}
-            stuck = [engine for engine in engines if left[engine] and left[engine] == before[engine]]
-            await asyncio.gather(
-                *(engine.client.abort(left[engine]) for engine in stuck), return_exceptions=True
-            )
 
     async def set_memory_state(self, state: MemoryState) -> None:
         """Let the engines have that much in memory: all but ``"everything"`` puts them to sleep.

@@ -51,7 +51,8 @@ class Engine:
         self, seed: int, tokens: tuple[int, ...] = (1, 2), params: SamplingParams = SHORT, **given: Any
     ) -> Coroutine[Any, Any, Generation]:
         given = {"rank": None, "ends": 60.0, **given}
-        request = GenerateRequest(str(seed), tokens, params, seed, group=given.pop("group", None))
+        known = {key: given.pop(key) for key in ("group", "order") if key in given}
+        request = GenerateRequest(str(seed), tokens, params, seed, **known)
         return self.batches.generate(request, f"r{seed}", **given)
 
 
@@ -97,6 +98,10 @@ def test_samples_of_a_group_go_on_together_from_different_tokens() -> None:
         assert together["input_ids"] == [[1, 2, 8], [1, 2]]
         assert [each["max_new_tokens"] for each in together["sampling_params"]] == [1, 2]
         assert [each["rid"] for each in alone] == ["r7", "r8"]
+        engine.bodies.clear()
+        turns = [engine.ask(seed, (1, seed), group="a", order=(0, seed, 1)) for seed in (1, 2)]
+        await asyncio.gather(*turns)
+        assert [each["rid"] for each in engine.bodies] == ["r1", "r2"], "a second turn waits for no other"
 
     run(check)
 

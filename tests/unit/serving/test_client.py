@@ -14,6 +14,7 @@ import pytest
 
 from anygauge.config.schema import RolloutClient
 from anygauge.serving.sglang.client import EngineClient, Expected, check_engine
+from anygauge.serving.sglang.client.batches import RefusedTogetherError
 from anygauge.serving.sglang.client.channel import Channel
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import DeadlineError, RolloutError
@@ -167,6 +168,28 @@ def test_an_abort_returns_what_there_is(server: FakeServer) -> None:
     assert found.tokens == expected(PROMPT, SEED, "default", 0, len(found.tokens))[0]
 
 
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_batch_that_an_abort_breaks_is_not_sent_again(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+) -> None:
+    """SGLang refuses a batch of which it had not read all; nobody would abort its requests under new ids."""
+
+    async def ask_once() -> Generation:
+        async with connected(server) as client:
+
+            async def refuse(*_: Any, **__: Any) -> Generation:
+                if is_aborted:
+                    await client.abort()
+                raise RefusedTogetherError("duplicate")
+
+            monkeypatch.setattr(client._batches, "generate", refuse)
+            return await client.generate(request("1", 100))
+
+    generation = run(ask_once())
+    assert (generation.finish_reason == "abort") == is_aborted
+    assert bool(generation.tokens) != is_aborted
+
+
 def test_cancelling_ends_the_request_in_the_engine_and_no_other(server: FakeServer) -> None:
     """An engine ends every request whose id begins with the one it is given: ids must be told apart."""
 
@@ -201,7 +224,7 @@ def test_no_more_requests_are_sent_than_there_is_room_for(server: FakeServer) ->
             await pause(client, "in_place")
             tasks = [asyncio.create_task(client.generate(request(str(name)))) for name in range(6)]
             await until(lambda: server.state()["events"].get("generate", 0) >= before + 2)
-            most = len(client.in_flight())
+            most = len(client._rids)
             await resume(client)
             await asyncio.gather(*tasks)
             return most

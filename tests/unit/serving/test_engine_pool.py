@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import pytest
 
 from anygauge.config.schema import RolloutClient
-from anygauge.serving import engine_pool
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.load_balancer import Load
 from anygauge.serving.sglang.client import channel
@@ -407,50 +406,6 @@ def test_an_abort_ends_what_runs_and_what_waits(servers: list[FakeServer]) -> No
             check(8, await pool.generate(request(8)))
 
     run(work())
-
-
-class Aborted:
-    """A client whose requests end one after the other once it has aborted all."""
-
-    def __init__(self, *in_flight: set[str]) -> None:
-        self.looks = list(in_flight)
-        self.aborts: list[set[str] | None] = []
-
-    def in_flight(self) -> set[str]:
-        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
-
-    async def abort(self, rids: set[str] | None = None) -> None:
-        self.aborts.append(rids)
-
-    async def close(self, **_: Any) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("looks", "aborts"),
-    [
-        (({"a", "b", "c"}, {"a", "b"}, {"b"}, set()), [None]),
-        (({"a", "b"}, {"b", "new"}, {"b", "new"}, {"b", "new"}, {"new"}), [None, {"b"}, {"b"}]),
-    ],
-)
-def test_only_what_an_engine_does_not_end_is_aborted_again(
-    monkeypatch: pytest.MonkeyPatch, looks: Any, aborts: list[Any]
-) -> None:
-    """One abort takes as long as an answer, and a thousand answers take longer than a step."""
-    monkeypatch.setattr(engine_pool, "_ABORT_STEP_S", 0.0)
-    client = Aborted(*looks)
-
-    async def work() -> None:
-        pool = EnginePool(RolloutClient(probe_every_s=60.0))
-        peer = SGLangPeer(address="http://127.0.0.1:1")
-        monkeypatch.setattr(SGLangPeer, "client", lambda *_, **__: client)
-        pool.add("engine-0", peer)
-        await pool.abort()
-        await until(lambda: len(pool._tasks) == 1)
-        await pool.close()
-
-    run(work())
-    assert client.aborts == aborts
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

@@ -33,7 +33,8 @@ def metrics(step: int, reward: float, **others: float | None) -> dict[str, float
 
 
 def row_of(bench: Bench, rows: Sequence[Mapping[str, Any]], trained: str = "given", **keys: Any) -> Any:
-    return {**bench["measured"](rows), "settings": {"trained": trained, "keys": keys}}
+    extra = keys.pop("extra", [])
+    return {**bench["measured"](rows), "settings": {"trained": trained, "keys": keys, "extra": extra}}
 
 
 @pytest.mark.parametrize("steps", [10, 30])
@@ -54,12 +55,23 @@ def test_log_probs_that_differ_and_losses_that_are_not_finite_are_shortcomings(b
     assert problems(row_of(bench, far)) == []  # bfloat16
     keys = {"train.dtype": "float32"}
     assert problems(row_of(bench, far, **keys)) == ["log-probs differ by more than 0.0001"]
+    given = row_of(bench, far, extra=["--train.lr", "1", "--train.dtype", "float32"])
+    assert problems(given) == ["log-probs differ by more than 0.0001"]
     assert problems(row_of(bench, far, **keys, **{"rollout.schedule": "async"})) == []
     none = [{name: value for name, value in row.items() if name not in apart} for row in rows]
     assert problems(row_of(bench, none)) == ["log-probs differ by more than 0.1"]
-    for name in ("train/loss", "train/value_loss"):
-        lost = [*rows[:3], metrics(3, 1.0, **{name: None})]  # JSON has no other word for NaN
-        assert problems(row_of(bench, lost)) == ["a loss is not finite"]
+    for name in ("train/loss", "train/value_loss", "rollout/reward", *apart):
+        lost = [*rows[:3], {**metrics(3, 1.0), name: None}]  # JSON has no other word for NaN
+        assert problems(row_of(bench, lost)) == ["a loss, a reward or a log-prob difference is not finite"]
+
+
+def test_asynchronous_rows_are_compared_by_the_mean_of_their_steps(bench: Bench) -> None:
+    """Their median leaves out the steps that wait for samples."""
+    rows = [metrics(step, 0.1, **{"perf/step_time": 1.0 if step % 3 else 4.0}) for step in range(12)]
+    seconds = [
+        bench["step_seconds"](row_of(bench, rows, **{"rollout.schedule": each})) for each in ("sync", "async")
+    ]
+    assert seconds == [1.0, 2.0]
 
 
 def test_figures_are_medians_of_the_warm_steps(bench: Bench) -> None:

@@ -31,6 +31,9 @@ BACK_BLOCK = 32
 
 WARPS = 4
 BACK_WARPS = 8
+"""The same of the last two kernels of the backward pass, for the largest heads."""
+LARGE_TILE = 64
+"""Fewest rows of tiles that 8 warps multiply: with 16 rows Triton 3.6 gives wrong products on an H200."""
 STAGES = 2
 
 
@@ -163,7 +166,8 @@ class _DeltaRule(torch.autograd.Function):
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)
         )
         dk_mixing, dg_mixing = call.per_token(k.shape[2]), torch.empty_like(before)
-        options = {"block": BACK_BLOCK, "warps": BACK_WARPS}
+        rows = min(ctx.chunks.size, _tile(k.shape[2]))
+        options = {"block": BACK_BLOCK, "warps": BACK_WARPS if rows >= LARGE_TILE else WARPS}
         call.by_chunk(
             delta_kernels.through_mixing, *_strided(q), *_strided(k), *_strided(grad), g, before, after,
             ctx.chunks.bounds, states, slopes, added, dq, dk_mixing, dg_mixing, ctx.scale, **options,

@@ -58,8 +58,8 @@ LOG_LINES = 40
 TRIES = 3
 """Attempts at a free port: another process may take one between the choice and the server's own listening."""
 ANSWER_ONCE = {"SGLANG_FORCE_STREAM_INTERVAL": str(2**31 - 1)}
-"""SGLang's variable: tokens of a response after which its scheduler reports them, which costs the front end as
-much as an answer. It serves SGLang's metric of the first token; nobody reads a response before its end."""
+"""SGLang's variable: tokens of a response after which its scheduler reports them, at the cost of an answer in
+the front end. It serves SGLang's metric of the first token; nobody reads a response before its end."""
 _TAKEN = ("address already in use", "port is already in use", "eaddrinuse")
 
 _log = logging.getLogger(__name__)

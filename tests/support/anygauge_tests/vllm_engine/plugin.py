@@ -6,7 +6,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +91,9 @@ class VllmClient:
             finish_reason=choice["finish_reason"],
         )
 
-    def in_flight(self) -> frozenset[str]:
-        """Return the ids of unanswered requests."""
-        return frozenset(self._ids)
-
-    async def abort(self, ids: Iterable[str] | None = None) -> None:
-        """End generations."""
-        await self._control("/abort_requests", {"request_ids": list(ids or ())})
+    async def abort(self) -> None:
+        """End all generations."""
+        await self._control("/abort_requests", {"request_ids": list(self._ids)})
 
     async def set_memory_state(self, state: MemoryState) -> None:
         """Refuse: the engine does not declare that it releases memory."""

@@ -37,8 +37,7 @@ class RefusedTogetherError(Exception):
 
 
 class _Key(NamedTuple):
-    group: str | tuple[tuple[int, ...], SamplingParams]
-    """Requests outside a group are joined if they have the same tokens and parameters."""
+    alike: str | tuple[tuple[int, ...], SamplingParams]
     rank: int | None
 
 
@@ -85,7 +84,7 @@ class Batches:
         """
         loop = asyncio.get_running_loop()
         member = _Member(request, rid, ends, loop.create_future())
-        key = _Key(request.group or (request.tokens, request.params), rank)
+        key = _Key(_alike(request), rank)
         if key not in self._waiting:
             self._waiting[key] = []
             loop.call_soon(self._start, key)
@@ -129,6 +128,16 @@ class Batches:
         purpose += f" and {len(members) - 1} more of its group"
         body = batch_body([each.request for each in members], [each.rid for each in members], rank=rank)
         return read_answers(await self._post(body, ends, purpose), self._engine, len(members))
+
+
+def _alike(request: GenerateRequest) -> str | tuple[tuple[int, ...], SamplingParams]:
+    """Return the group of a request, or its tokens and parameters.
+
+    Only first generations are joined by their group: answers come together, and samples of several turns that
+    went on together would wait for the slowest of them in each turn.
+    """
+    is_first = not request.order or request.order[-1] == 0
+    return request.group if request.group and is_first else (request.tokens, request.params)
 
 
 def _unanswered(members: Sequence[_Member]) -> list[_Member]:

@@ -71,6 +71,7 @@ class EngineClient:
         self._bootstrap = bootstrap
         self._rids: set[str] = set()
         self._probes = 0
+        self._aborts = 0
         self.silence = ""
         """Why the last health probe failed."""
         self.weight_version = 0
@@ -105,10 +106,13 @@ class EngineClient:
         """
         if ends is None:
             ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
+        aborts = self._aborts
         if handover is None and self._batches.takes(request):
             with suppress(RefusedTogetherError):
                 async with self._attempt(request, ends) as rid:
                     return await self._batches.generate(request, rid, rank=rank, ends=ends)
+            if self._aborts != aborts:  # the engine refuses a batch of which it had not read all
+                return Generation((), (), (), "abort")
         return read_answer(await self._request(request, rank, handover, ends), self.name, request)
 
     def handover(self, rank: int | None) -> BootstrapRoom:
@@ -201,21 +205,11 @@ class EngineClient:
 
     # ---- control ----
 
-    def in_flight(self) -> frozenset[str]:
-        """Return the ids of the requests that were sent and not answered."""
-        return frozenset(self._rids)
-
-    async def abort(self, rids: Iterable[str] | None = None) -> None:
-        """Abort generations in the engine; each returns its tokens so far.
-
-        :param rids: Requests to end; ``None`` ends all, also those of other clients.
-        """
-        if rids is None:
-            body: dict[str, Any] = {"rid": "", "abort_all": True}
-            await self.command("/abort_request", body, purpose="the end of all requests")
-            return
-        for rid in rids:
-            await self.command("/abort_request", {"rid": rid}, purpose=f"the end of {rid}")
+    async def abort(self) -> None:
+        """Abort all generations in the engine, also other clients'; each returns its tokens so far."""
+        self._aborts += 1
+        body = {"rid": "", "abort_all": True}
+        await self.command("/abort_request", body, purpose="the end of all requests")
 
     async def flush_cache(self) -> bool:
         """Return whether the engine has forgotten all prefixes; it refuses while requests run."""
