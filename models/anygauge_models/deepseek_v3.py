@@ -29,7 +29,10 @@ from anygauge_models.rules import (
 
 __all__ = [
     "DEEPSEEK_V3",
+    "MODEL",
     "expert_layers",
+    "flops_per_token",
+    "latent_config",
     "mixture_config",
     "mixture_flops",
     "mixture_rules",
@@ -74,7 +77,15 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
     :raises ConfigError: The checkpoint uses a variant that is not implemented.
     """
-    refuse_variants(hf, "deepseek_v3", _refused(hf))
+    return latent_config(hf, "deepseek_v3")
+
+
+def latent_config(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return :func:`transformer_config` of a family with the same layers.
+
+    :raises ConfigError: The checkpoint uses a variant that is not implemented.
+    """
+    refuse_variants(hf, family, _refused(hf))
     groups, chosen = expert_groups(hf)
     return decoder_config(
         hf,
@@ -211,15 +222,16 @@ def _up(name: str, norm: str, linear: str) -> list[WeightRule]:
 rotary = half_rotary(lambda hf: int(hf["qk_rope_head_dim"]))
 
 
+MODEL = MegatronModel(
+    transformer_config=transformer_config,
+    weight_rules=weight_rules,
+    rotary=rotary,
+    layers=lambda hf: with_experts(hf, expert_layers(hf), attention="latent"),
+)
 DEEPSEEK_V3 = make_family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    model=MegatronModel(
-        transformer_config=transformer_config,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=lambda hf: with_experts(hf, expert_layers(hf), attention="latent"),
-    ),
+    model=MODEL,
     flops_per_token=flops_per_token,
     unused_weights=next_token_layers,
     defaults={

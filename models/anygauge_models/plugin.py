@@ -16,6 +16,7 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.deepseek_v3 import DEEPSEEK_V3
     from anygauge_models.glm4 import GLM4
     from anygauge_models.glm4_moe import GLM4_MOE
+    from anygauge_models.glm4_moe_lite import GLM4_MOE_LITE
     from anygauge_models.glm4v.spec import GLM4V, GLM46V
     from anygauge_models.glm4v_moe import GLM4V_MOE
     from anygauge_models.glm_omni.spec import GLM_OMNI
@@ -34,6 +35,6 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.seed_oss import SEED_OSS
     from anygauge_models.smollm3 import SMOLLM3
 
-    glm = [GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
+    glm = [GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
     qwen = [QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
     return [DEEPSEEK_V3, *glm, LLAMA, MISTRAL, PHI3, *qwen, SEED_OSS, SMOLLM3]

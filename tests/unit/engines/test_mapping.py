@@ -254,7 +254,7 @@ def test_stacks_are_read_whichever_way_their_matrices_lie() -> None:
 def test_ranks_that_share_a_group_of_heads_have_parts_of_it(family: str, ways: int) -> None:
     rules, tensors = checkpoint_of(family)
     interleaved = [rule for rule in rules if rule.declared.transform == "interleave"]
-    assert interleaved or family == "deepseek_v3"
+    assert interleaved or family in ("deepseek_v3", "glm4_moe_lite")
     for rule in interleaved:
         whole = to_canonical(rule.declared, [tensors[name] for name in rule.hf])
         shards = []

@@ -50,7 +50,8 @@ MODELS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "real_
 
 def config_of(model: str) -> dict[str, Any]:
     tiny = dict(load_plugins().named("register_models")[MODELS[model]["family"]].tiny())
-    tiny.pop("layer_types", None)
+    for kinds in ("layer_types", "mlp_layer_types"):
+        tiny.pop(kinds, None)
     hf = tiny | MODELS[model]["config"]
     if (architecture := MODELS[model].get("with_vision")) is None:
         return hf

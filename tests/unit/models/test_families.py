@@ -336,6 +336,7 @@ def test_flops_of_short_sequences_are_two_per_active_weight(
 
 HEADS = {
     "deepseek_v3": 3 * 4 * (32 + 16),
+    "glm4_moe_lite": 3 * 4 * (32 + 32),
     "qwen3_5": 1 * 4 * (32 + 32),
     "qwen3_5_moe": 1 * 4 * (32 + 32),
 }
@@ -383,6 +384,9 @@ REFUSED = [
     ("deepseek_v3", "n_group", 8),
     ("deepseek_v3", "num_experts_per_tok", 5),
     ("deepseek_v3", "moe_layer_freq", 2),
+    ("glm4_moe_lite", "attention_bias", True),
+    ("glm4_moe_lite", "mlp_layer_types", ["dense", "dense", "sparse"]),
+    ("glm4_moe_lite", "mlp_layer_types", ["sparse", "sparse", "sparse"]),
     ("qwen3_5", "attention_bias", True),
     ("qwen3_5", "layer_types", ["sliding_attention"]),
     ("qwen3_5_moe", "hidden_act", "gelu"),
@@ -462,6 +466,7 @@ OLD = {
     "qwen3": {"rope_theta": 1e6},
     "glm4": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
     "glm4_moe": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": {"rope_theta": 1e4},
     "deepseek_v3": {
         "rope_theta": 1e4,
         "rope_scaling": {
