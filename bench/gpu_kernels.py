@@ -222,7 +222,12 @@ def attention_case(lengths: tuple[int, ...]) -> Case:
         3.5 * 2 * 32 * 128 * sum(length**2 for length in lengths),
         {"torch, as a batch": _torch_attention} if len(set(lengths)) == 1 else {},
         {"causal": True},
-        {"causal": True, "head_dim": 128, "value_dim": 128, "return_lse": False},
+        {
+            "causal": True,
+            "head_dim": 128,
+            "value_dim": 128,
+            **dict.fromkeys(("return_lse", "has_window", "has_sinks"), False),
+        },
         has_reference=False,
     )
 

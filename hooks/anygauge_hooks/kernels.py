@@ -79,7 +79,7 @@ KERNEL_FACTS: Mapping[KernelOp, Sequence[str]] = {
         *("experts", "topk", "score_function", "pre_softmax"),
         *("num_groups", "group_topk", "has_expert_bias"),
     ),
-    "varlen_attention": ("head_dim", "value_dim", "causal", "return_lse"),
+    "varlen_attention": ("head_dim", "value_dim", "causal", "return_lse", "has_window", "has_sinks"),
 }
 """Facts about each op, beside its dtype, that are known when a module is built and that ``KernelImpl.limits``
 may name. Tensors come with any strides, so no fact describes a layout. ``unit_angles`` says whether cosines
@@ -254,6 +254,8 @@ class VarlenAttention(Protocol):
         causal: bool,
         key_lengths: Sequence[int] | None = None,
         return_lse: bool = False,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend within each packed sequence.
 
@@ -272,6 +274,11 @@ class VarlenAttention(Protocol):
         :param return_lse: Whether the log-sum-exp of the scaled scores of each query is a second output,
             ``[T, H]``, float32, in nats. It carries no gradient. The engine does not ask for it: it is for
             context parallelism by parts, and for use outside of the engine.
+        :param window: How many of the last tokens a token sees, itself among them; at least 1. Only if
+            causal. ``None`` has no limit.
+        :param sinks: ``[H]``, the dtype of ``q``: a further score of each head, which is not scaled. It joins
+            the sum of the softmax and has no value, as in https://arxiv.org/abs/2508.10925. It is part of the
+            log-sum-exp, so of several parts one alone is given sinks. ``None`` has none.
         :returns: ``[T, H, E]``, the dtype of ``q``.
         """
 

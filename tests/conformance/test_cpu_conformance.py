@@ -90,12 +90,10 @@ def topk_router(logits, topk, *, expert_bias=None, **options):
     return reference.topk_router(logits, topk, **options)
 
 
-def varlen_attention(q, k, v, lengths, scale, *, causal, key_lengths=None, return_lse=False):
-    """Gives query heads the wrong key heads."""
-    k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return reference.varlen_attention(
-        q, k, v, lengths, scale, causal=causal, key_lengths=key_lengths, return_lse=return_lse
-    )
+def varlen_attention(q, k, v, lengths, scale, *, window=None, **options):
+    """Sees a token less than the window has."""
+    window = None if window is None else max(1, window - 1)
+    return reference.varlen_attention(q, k, v, lengths, scale, window=window, **options)
 
 
 def vocab_parallel_logprob(logits, targets, temperature, group, *, entropy_grad):

@@ -158,6 +158,8 @@ def attention(dtype: torch.dtype, count: int, seed: int) -> dict[str, Any]:
         "causal": cross or seed == 1,
         "key_lengths": [n + 10 for n in packed(count)] if cross else None,
         "return_lse": True,
+        "window": 5 if cross or seed == 1 else None,
+        "sinks": rand(dtype, 4),
     }
 
 

@@ -3,6 +3,8 @@
 One call per sequence costs more than the attention itself: an RL micro-batch holds a thousand sequences of a
 few tokens. Sequences of similar length are padded on the right to one length and attended as a batch. Under a
 causal mask no token sees the padding after it, so padding needs no mask of its own.
+
+A sink is one more key before all others: queries and keys get a dimension, in which the sink alone is not 0.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ def varlen_attention(
     causal: bool,
     key_lengths: Sequence[int] | None = None,
     return_lse: bool = False,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend within each packed sequence, computed in float32.
 
@@ -46,18 +50,30 @@ def varlen_attention(
     sizes = tuple(lengths)
     key_sizes = sizes if key_lengths is None else tuple(key_lengths)
     wide = q.float(), k.float(), v.float()
+    rule = _Rule(scale, causal, window, None if sinks is None else sinks.float())
     if sizes == key_sizes and sizes and min(sizes) == max(sizes) > 0:
-        output = _attend_equal(*wide, sizes, scale, causal).to(q.dtype)
+        output = _attend_equal(*wide, sizes, rule).to(q.dtype)
     else:
-        output = _attend_ragged(*wide, sizes, key_sizes, scale, causal).to(q.dtype)
+        output = _attend_ragged(*wide, sizes, key_sizes, rule).to(q.dtype)
     if not return_lse:
         return output
-    return output, _log_sum_exp(*wide[:2], sizes, key_sizes, scale, causal)
+    return output, _log_sum_exp(*wide[:2], sizes, key_sizes, rule)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How every sequence of a call is attended to."""
+
+    scale: float
+    causal: bool
+    window: int | None
+    sinks: Tensor | None
+    """``[H]``, float32."""
 
 
 @torch.no_grad()
 def _log_sum_exp(
-    q: Tensor, k: Tensor, lengths: Sequence[int], key_lengths: Sequence[int], scale: float, causal: bool
+    q: Tensor, k: Tensor, lengths: Sequence[int], key_lengths: Sequence[int], rule: _Rule
 ) -> Tensor:
     """Return the log-sum-exp ``[T, H]`` of the scores, which torch's attention keeps to itself."""
     key_heads = k.shape[1]
@@ -65,20 +81,19 @@ def _log_sum_exp(
     sums = []
     for queries, keys in zip(torch.split(q, [*lengths, 0]), torch.split(k, [*key_lengths, 0]), strict=True):
         grouped = queries.reshape(len(queries), key_heads, shared, q.shape[2])
-        scores = torch.einsum("qkrd,skd->qkrs", grouped, keys).mul_(scale).flatten(1, 2)
-        if causal:
-            scores += _future(len(queries), len(keys), 1).unsqueeze(1)
+        scores = torch.einsum("qkrd,skd->qkrs", grouped, keys).mul_(rule.scale).flatten(1, 2)
+        if rule.causal:
+            scores += _hidden(len(queries), len(keys), 1, rule.window).unsqueeze(1)
         sums.append(scores.logsumexp(-1))
-    return torch.cat(sums)
+    total = torch.cat(sums)
+    return total if rule.sinks is None else torch.logaddexp(total, rule.sinks)
 
 
-def _attend_equal(
-    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float, causal: bool
-) -> Tensor:
+def _attend_equal(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], rule: _Rule) -> Tensor:
     """Attend where every sequence has the same length: the batch is a view."""
     shape = len(lengths), lengths[0]
     queries, keys, values = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    return _attend(queries, keys, values, scale, causal).transpose(1, 2).flatten(0, 1)
+    return _attend(queries, keys, values, rule).transpose(1, 2).flatten(0, 1)
 
 
 def _attend_ragged(
@@ -87,38 +102,57 @@ def _attend_ragged(
     v: Tensor,
     lengths: tuple[int, ...],
     key_lengths: tuple[int, ...],
-    scale: float,
-    causal: bool,
+    rule: _Rule,
 ) -> Tensor:
     """Attend over batches of similar length."""
     heads, width = q.shape[1], v.shape[-1]
-    buckets = _buckets(lengths, key_lengths, causal)
+    buckets = _buckets(lengths, key_lengths, rule.causal)
     query_rows = _rows(lengths, heads, tuple((bucket.length, bucket.members) for bucket in buckets))
     key_batches = tuple((bucket.key_length, bucket.members) for bucket in buckets)
     key_rows = _rows(key_lengths, k.shape[1], key_batches)
     queries = _batches(q, query_rows, [(len(b.members), b.length) for b in buckets])
     keys, values = (_batches(x, key_rows, [(len(b.members), b.key_length) for b in buckets]) for x in (k, v))
-    outputs = [
-        _attend(*batch, scale, causal).reshape(-1, width) for batch in zip(queries, keys, values, strict=True)
-    ]
+    outputs = [_attend(*batch, rule).reshape(-1, width) for batch in zip(queries, keys, values, strict=True)]
     flat = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return _permute(flat, query_rows.back, query_rows.take, query_rows.holes).view(-1, heads, width)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, rule: _Rule) -> Tensor:
     """Attend over a batch of sequences of one length: ``[N, H, L, D]`` with ``[N, K, S, D]``."""
+    if rule.sinks is not None:
+        return _attend_keys(*_with_sinks(q, k, v, rule.sinks / rule.scale), rule)[..., : v.shape[-1]]
+    return _attend_keys(q, k, v, rule)
+
+
+def _attend_keys(q: Tensor, k: Tensor, v: Tensor, rule: _Rule) -> Tensor:
+    """Attend to keys, of which the first is a sink where there are sinks."""
+    is_plain = q.shape[2] == k.shape[2] and rule.window is None
     (count, heads, length, width), (_, key_heads, key_length, _) = q.shape, k.shape
-    if key_length > LONGEST_MATERIALIZED:
-        mask = _future(length, key_length, 1) if causal and key_length != length else None
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=heads != key_heads
-        )
+    is_long = key_length > LONGEST_MATERIALIZED
     # query heads that share a key head are rows of one product, so that no key is repeated
     shared = heads // key_heads
+    mask = None
+    if rule.causal and not (is_long and is_plain):
+        repeats = 1 if is_long else shared
+        mask = _hidden(length, key_length, repeats, rule.window, has_sink=rule.sinks is not None)
+    if is_long:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=rule.causal and is_plain, scale=rule.scale, enable_gqa=shared > 1
+        )
     queries = q.reshape(count * key_heads, shared * length, width)
-    mask = _future(length, key_length, shared) if causal else None
-    weights = _weights(queries, k.flatten(0, 1), scale, mask)
+    weights = _weights(queries, k.flatten(0, 1), rule.scale, mask)
     return torch.bmm(weights, v.flatten(0, 1)).view(count, heads, length, v.shape[-1])
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values with a first key whose product with a query is its head's sink.
+
+    Values get a dimension, too: torch's flash kernel takes one size of all three.
+    """
+    (count, _, length, width), key_heads = q.shape, k.shape[1]
+    unit = F.pad(k.new_ones(1), (width, 0)).expand(count, key_heads, 1, -1)
+    queries = torch.cat((q, sinks[:, None, None].expand(count, -1, length, 1)), -1)
+    return queries, torch.cat((unit, F.pad(k, (0, 1))), 2), F.pad(v, (0, 1, 1, 0))
 
 
 def _weights(queries: Tensor, keys: Tensor, scale: float, mask: Tensor | None) -> Tensor:
@@ -136,9 +170,16 @@ def _weights(queries: Tensor, keys: Tensor, scale: float, mask: Tensor | None) -
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(mode=False)  # a later pass may keep it for its gradient
-def _future(length: int, seen: int, repeats: int) -> Tensor:
-    """Return minus infinity where a key comes after its query: ``[repeats * length, seen]``."""
-    return torch.full((length, seen), -torch.inf).triu_(1 + seen - length).repeat(repeats, 1)
+def _hidden(length: int, seen: int, repeats: int, window: int | None, *, has_sink: bool = False) -> Tensor:
+    """Return minus infinity where a query does not see a key: ``[repeats * length, seen]``.
+
+    :param has_sink: Whether the first of the keys is a sink, which all see.
+    """
+    keys = seen - has_sink
+    hidden = torch.full((length, keys), -torch.inf)
+    future = hidden.triu(1 + keys - length)
+    mask = future if window is None else future + hidden.tril(keys - length - window)
+    return F.pad(mask, (int(has_sink), 0)).repeat(repeats, 1)
 
 
 @dataclass(frozen=True, slots=True)

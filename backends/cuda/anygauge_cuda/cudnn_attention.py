@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anygauge_cuda.packing import Packing
+from anygauge_cuda.packing import Mask, Packing
 
-__all__ = ["backward", "by_token", "forward"]
+__all__ = ["as_stored", "backward", "by_token", "forward"]
 
 Q, K, V, OUT, SUMS, GRAD, GRAD_Q, GRAD_K, GRAD_V = range(1, 10)
 """Names of a graph's tensors."""
@@ -68,12 +68,12 @@ class _Case:
     tokens: int
     key_tokens: int
     scale: float
-    causal: bool
+    mask: Mask
     is_square: bool
     deterministic: bool
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, causal: bool) -> _Case:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, mask: Mask) -> _Case:
         is_batch = _is_batch(packing)
         count, longest = len(packing.queries), max(packing.queries)
         return cls(
@@ -91,7 +91,7 @@ class _Case:
             tokens=_rounded(len(q)),
             key_tokens=_rounded(len(k)),
             scale=scale,
-            causal=causal,
+            mask=mask,
             is_square=packing.is_square,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
@@ -113,13 +113,13 @@ class _Case:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, mask: Mask
 ) -> tuple[Tensor, Tensor]:
     """Return the output ``[T, H, E]`` and what :func:`by_token` makes the log-sum-exp of.
 
     :param q: ``[T, H, D]``, bfloat16 or float16, elements of a head side by side; as the next two.
     """
-    case = _Case.of(q, k, v, packing, scale, causal)
+    case = _Case.of(q, k, v, packing, scale, mask)
     output = q.new_empty(*q.shape[:2], v.shape[2])
     shape = (case.sequences, case.heads, case.longest) if case.is_batch else q.shape[:2]
     sums = q.new_empty(shape, dtype=torch.float32)
@@ -136,13 +136,13 @@ def backward(
     sums: Tensor,
     packing: Packing,
     scale: float,
-    causal: bool,
+    mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values.
 
     :param grad: ``[T, H, E]``, contiguous.
     """
-    case = _Case.of(q, k, v, packing, scale, causal)
+    case = _Case.of(q, k, v, packing, scale, mask)
     outputs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     given = {Q: q, K: k, V: v, OUT: output, SUMS: sums, GRAD: grad}
     grads = dict(zip((GRAD_Q, GRAD_K, GRAD_V), outputs, strict=True))
@@ -153,6 +153,11 @@ def backward(
 def by_token(sums: Tensor) -> Tensor:
     """Return the log-sum-exp ``[T, H]``, float32, of which a batch has ``[N, H, T / N]``."""
     return sums if sums.ndim == 2 else sums.transpose(1, 2).flatten(0, 1)
+
+
+def as_stored(by_token: Tensor, sums: Tensor) -> Tensor:
+    """Return the log-sum-exp ``[T, H]`` in the form of cuDNN's ``sums``; the inverse of :func:`by_token`."""
+    return by_token.view(len(sums), -1, by_token.shape[1]).mT.contiguous() if sums.ndim == 3 else by_token
 
 
 # -------------------------------------------------------------------------
@@ -198,9 +203,11 @@ def _begun(case: _Case, names: tuple[int, ...]) -> tuple[Any, dict[int, Any], di
     # Of as many queries as keys the first sees the first; elsewhere the last sees the last.
     options = {
         "attn_scale": case.scale,
-        "use_causal_mask": case.causal and case.is_square,
-        "use_causal_mask_bottom_right": case.causal and not case.is_square,
+        "use_causal_mask": case.mask.causal and case.is_square,
+        "use_causal_mask_bottom_right": case.mask.causal and not case.is_square,
     }
+    if case.mask.window is not None:
+        options["sliding_window_length"] = case.mask.window
     if not case.is_batch:
         row = {"dim": (case.sequences, 1, 1, 1), "stride": (1, 1, 1, 1), "data_type": cudnn.data_type.INT32}
         counts = [graph.tensor(**row, uid=uid) for uid in (LENGTHS, KEY_LENGTHS)]

@@ -1,11 +1,11 @@
-"""How sequences are packed, as a value that can be a key of a cache."""
+"""How sequences are packed and masked, as values that can be keys of a cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Packing"]
+__all__ = ["Mask", "Packing"]
 
 
 class Packing(NamedTuple):
@@ -24,3 +24,16 @@ class Packing(NamedTuple):
     def is_square(self) -> bool:
         """Whether each sequence has as many queries as keys."""
         return self.queries == self.keys
+
+
+class Mask(NamedTuple):
+    """Which keys of its sequence a query sees."""
+
+    causal: bool
+    window: int | None = None
+    """How many of the last, itself among them; ``None`` for all."""
+
+    @classmethod
+    def of(cls, packing: Packing, causal: bool, window: int | None) -> Mask:
+        """Return it for what an op is given; a window that hides nothing is none."""
+        return cls(causal, window if window is not None and window < max(packing.keys) else None)

@@ -37,6 +37,8 @@ INSTALL = (
 EXTENSION = "megatron.core.extensions.transformer_engine"
 EXPERTS = "megatron.core.transformer.moe.experts"
 HEAD_SIZES = range(8, 257, 8)
+UNSERVED = ("return_lse", "has_window", "has_sinks")
+"""What the attention here does not do; another kernel of the table does."""
 
 
 def provide() -> Modules:
@@ -104,7 +106,7 @@ class Modules:
             fn=attend,
             source="transformer_engine.pytorch.DotProductAttention",
             dtypes=("bfloat16", "float16"),
-            limits={"head_dim": HEAD_SIZES, "value_dim": HEAD_SIZES, "return_lse": (False,)},
+            limits={"head_dim": HEAD_SIZES, "value_dim": HEAD_SIZES, **dict.fromkeys(UNSERVED, (False,))},
         )
 
 
@@ -118,6 +120,8 @@ def attend(
     causal: bool,
     key_lengths: Sequence[int] | None = None,
     return_lse: bool = False,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend within each packed sequence; see :class:`anygauge_hooks.kernels.VarlenAttention`.
 
@@ -126,12 +130,12 @@ def attend(
     :param q: ``[T, H, D]``.
     :param k: ``[S, K, D]``.
     :param v: ``[S, K, E]``.
-    :param return_lse: Refused by the limits above.
+    :param return_lse: Refused by the limits above, as are the next two.
     :returns: ``[T, H, E]``.
     """
     from anygauge_cuda.attention import cumulative
 
-    assert not return_lse
+    assert (return_lse, window, sinks) == (False, None, None)
     (tokens, heads, width), (_, groups, size) = q.shape, v.shape
     if not tokens:
         return q.new_zeros(0, heads, size) + 0 * (q.sum() + k.sum() + v.sum())

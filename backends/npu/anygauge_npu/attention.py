@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,9 @@ MASK = 2048
 RIGHT_DOWN_CAUSAL = 3
 """Sparse mode: the last query of a sequence sees its last key. The other causal mode aligns the first two."""
 
+BAND = 4
+"""Sparse mode: as before, and a query sees no more than some keys before it. Both take the same mask."""
+
 
 def varlen_attention(
     q: Tensor,
@@ -44,6 +48,8 @@ def varlen_attention(
     causal: bool,
     key_lengths: Sequence[int] | None = None,
     return_lse: bool = False,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend within each packed sequence.
 
@@ -52,11 +58,13 @@ def varlen_attention(
     :raises KernelInputError: The operator does not take these tensors or lengths.
     """
     sizes, key_sizes = _checked(q, k, v, lengths, key_lengths, causal)
+    _check_extras(q, causal, window, sinks)
     if not len(q):
-        output = _nothing(q, k, v)
+        output = _nothing(q, k, v, *(() if sinks is None else (sinks,)))
         return (output, q.new_zeros(q.shape[:2], dtype=torch.float32)) if return_lse else output
     calls = _calls(*_even(q, k, v), sizes, key_sizes)
-    results = [_attend(*call, scale, causal, return_lse) for call in calls]
+    options = _options(causal, window, sinks, return_lse, q.device)
+    results = [_attend(*call, scale, options) for call in calls]
     outputs, sums = zip(*results, strict=True)
     output = _joined(outputs)
     return (output, _joined(sums)) if return_lse else output
@@ -91,6 +99,15 @@ def _checked(
             refuse(OP, f"a sequence of {num_queries} queries and {num_keys} keys", f"In a sequence {rule}.")
     check_size(OP, "a sequence of", max((*sizes, *key_sizes), default=0), 0, TOKENS)
     return sizes, key_sizes
+
+
+def _check_extras(q: Tensor, causal: bool, window: int | None, sinks: Tensor | None) -> None:
+    if window is not None and (window < 1 or not causal):
+        asked = f"a window of {window} tokens" if causal else "a window without a causal mask"
+        refuse(OP, asked, "A window is of causal attention, and has the token itself in it.")
+    if sinks is not None:
+        check_dtypes(OP, q=q, sinks=sinks)
+        check_shape(OP, "sinks", sinks, (q.shape[1],), "[H]")
 
 
 def _even(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,8 +165,7 @@ def _attend(
     ends: list[int],
     key_ends: list[int],
     scale: float,
-    causal: bool,
-    return_lse: bool,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output of one call, and the log-sum-exp ``[T, H]`` where it is wanted."""
     output, peak, total, *_ = torch.ops.npu.npu_fusion_attention(
@@ -158,15 +174,29 @@ def _attend(
         v,
         q.shape[1],
         "TND",
-        atten_mask=_future(q.device) if causal else None,
         scale=scale,
         actual_seq_qlen=ends,
         actual_seq_kvlen=key_ends,
-        sparse_mode=RIGHT_DOWN_CAUSAL if causal else 0,
-        softmax_layout="TND" if return_lse else "",
+        **options,
     )
     # [T, H, 8], where a number is repeated
-    return output, (peak + total.log())[..., 0].detach() if return_lse else None
+    return output, (peak + total.log())[..., 0].detach() if options["softmax_layout"] else None
+
+
+def _options(
+    causal: bool, window: int | None, sinks: Tensor | None, return_lse: bool, device: torch.device
+) -> dict[str, Any]:
+    """Return what all calls of an attention are given."""
+    options: dict[str, Any] = {
+        "atten_mask": _future(device) if causal else None,
+        "sparse_mode": RIGHT_DOWN_CAUSAL if causal else 0,
+        "softmax_layout": "TND" if return_lse else "",
+    }
+    if window is not None:  # the operator counts the tokens before a token, without itself
+        options |= {"sparse_mode": BAND, "pre_tockens": window - 1, "next_tockens": 0}
+    if sinks is not None:
+        options["sink"] = sinks.float()
+    return options
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -180,7 +210,7 @@ def _future(device: torch.device) -> Tensor:
         return torch.ones(MASK, MASK, dtype=torch.bool, device=device).triu_(1)
 
 
-def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _nothing(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
     """Return the attention of no queries, with gradients of zero."""
-    parts = torch.cat([x.flatten()[:0] for x in (q, k, v)])
+    parts = torch.cat([x.flatten()[:0] for x in (q, k, v, *others)])
     return parts.view(0, q.shape[1], v.shape[-1])

@@ -10,6 +10,7 @@ Each has the arguments of its operator's schema, takes host tensors and returns 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -182,7 +183,7 @@ def _check_attention(
     assert 1 <= query.shape[2] <= 768, query.shape
     assert 1 <= query.shape[0] <= 1 << 20, query.shape
     assert 1 <= key.shape[0] <= 1 << 20, key.shape
-    assert sparse_mode in (0, 2, 3), f"sparse mode {sparse_mode} is not simulated"
+    assert sparse_mode in (0, 2, 3, 4), f"sparse mode {sparse_mode} is not simulated"
     if sparse_mode == 0:
         assert mask is None, "a mask of one's own is not simulated"
         return
@@ -195,19 +196,42 @@ def _check_attention(
     )
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, sparse_mode: int) -> Tensor:
+@dataclass(frozen=True)
+class _Sparse:
+    """Which keys a query of a sequence sees: the mode, and what only mode 4 reads."""
+
+    mode: int
+    before: int
+    after: int
+
+    def __post_init__(self) -> None:
+        assert self.mode != 4 or (self.before >= 0 == self.after), "a band that is no causal window"
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, sparse: _Sparse) -> Tensor:
     """Return the masked scores ``[N, Sq, Skv]`` of one sequence."""
     shared = query.shape[1] // key.shape[1]
     keys = key.repeat_interleave(shared, 1)
     scores = scale * torch.einsum("qnd,knd->nqk", query, keys)
-    if not sparse_mode:
+    if not sparse.mode:
         return scores
     num_queries, num_keys = scores.shape[1:]
-    assert sparse_mode == 2 or num_queries <= num_keys, "right-down causal wants no more queries than keys"
-    corner = num_keys - num_queries if sparse_mode == 3 else 0
-    return scores.masked_fill(
-        torch.ones(num_queries, num_keys, dtype=torch.bool).triu(1 + corner), -torch.inf
-    )
+    assert sparse.mode == 2 or num_queries <= num_keys, "right-down causal wants no more queries than keys"
+    corner = 0 if sparse.mode == 2 else num_keys - num_queries
+    every = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    hidden = every.triu(1 + corner)
+    if sparse.mode == 4:
+        hidden |= every.tril(corner - sparse.before - 1)
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def _sinks(sink: Tensor | None, heads: int) -> Tensor:
+    """Return the sinks ``[N]`` in float32, minus infinity where there are none."""
+    if sink is None:
+        return torch.full((heads,), -torch.inf)
+    assert sink.dtype == torch.float32, sink.dtype
+    assert sink.shape == (heads,), (sink.shape, heads)
+    return sink
 
 
 def _attention(
@@ -217,7 +241,8 @@ def _attention(
     scale: float,
     queries: Sequence[tuple[int, int]],
     keys: Sequence[tuple[int, int]],
-    sparse_mode: int,
+    sparse: _Sparse,
+    sinks: Tensor,
     softmax_layout: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output ``[T, N, D]`` and, of all sequences back to back, the statistics ``[N, S]`` of each.
@@ -227,11 +252,12 @@ def _attention(
     outputs: list[Tensor] = []
     statistics: tuple[list[Tensor], list[Tensor]] = ([], [])
     for (a, b), (c, d) in zip(queries, keys, strict=True):
-        scores = _scores(query[a:b], key[c:d], scale, sparse_mode)
+        scores = _scores(query[a:b], key[c:d], scale, sparse)
         values = value[c:d].repeat_interleave(query.shape[1] // value.shape[1], 1)
-        outputs.append(torch.einsum("nqk,knd->qnd", scores.softmax(-1), values))
-        peak = scores.amax(-1)
-        total = (scores - peak[..., None]).exp().sum(-1)
+        peak = torch.maximum(scores.amax(-1), sinks[:, None])
+        weights = (scores - peak[..., None]).exp()
+        total = weights.sum(-1) + (sinks[:, None] - peak).exp()
+        outputs.append(torch.einsum("nqk,knd->qnd", weights / total[..., None], values))
         for target, rows in zip(statistics, (peak, total), strict=True):
             target.append((rows.t() if softmax_layout == "TND" else rows).flatten())
     peaks, totals = map(torch.cat, statistics)
@@ -271,13 +297,14 @@ def npu_fusion_attention(
     their layout is TND, and else are the ``[N, S, 8]`` of one sequence after the other.
     """
     assert input_layout == "TND", f"layout {input_layout} is not simulated"
-    assert (pse, padding_mask, prefix, sink, dropout_mask) == (None,) * 5
+    assert (pse, padding_mask, prefix, dropout_mask) == (None,) * 4
     assert keep_prob == 1
     assert softmax_layout in ("", "TND"), softmax_layout
     _check_attention(query, key, value, head_num, atten_mask, sparse_mode)
     queries, keys = _bounds(actual_seq_qlen, len(query)), _bounds(actual_seq_kvlen, len(key))
     wide = query.float(), key.float(), value.float()
-    output, peak, total = _attention(*wide, scale, queries, keys, sparse_mode, softmax_layout)
+    sparse, sinks = _Sparse(sparse_mode, pre_tockens, next_tockens), _sinks(sink, head_num)
+    output, peak, total = _attention(*wide, scale, queries, keys, sparse, sinks, softmax_layout)
     peaks, totals = (
         x[:, None].expand(-1, 8).reshape(len(query), head_num, 8).contiguous() for x in (peak, total)
     )
@@ -333,6 +360,8 @@ def npu_fusion_attention_grad(
     q, k, v, output, grad = (x.float() for x in (query, key, value, attention_in, dy))
     shared = head_num // key.shape[1]
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    sparse, sinks = _Sparse(sparse_mode, pre_tockens, next_tockens), _sinks(sink, head_num)
+    dsink = torch.zeros(head_num)
     delta = (grad * output).sum(-1)
     for (a, b), (c, d) in zip(queries, keys, strict=True):
         flat = (x.reshape(-1, 8)[a * head_num : b * head_num, 0] for x in (softmax_max, softmax_sum))
@@ -340,7 +369,8 @@ def npu_fusion_attention_grad(
             (x.view(b - a, head_num).t() if softmax_layout == "TND" else x.view(head_num, b - a))[..., None]
             for x in flat
         )
-        weights = (_scores(q[a:b], k[c:d], scale_value, sparse_mode) - peak).exp() / total
+        weights = (_scores(q[a:b], k[c:d], scale_value, sparse) - peak).exp() / total
+        dsink -= ((sinks[:, None, None] - peak).exp() / total * delta[a:b].T[..., None]).sum((1, 2))
         values = v[c:d].repeat_interleave(shared, 1)
         inner = torch.einsum("qnd,knd->nqk", grad[a:b], values) - delta[a:b].T[..., None]
         slope = scale_value * weights * inner
@@ -351,7 +381,7 @@ def npu_fusion_attention_grad(
         ):
             target[c:d] = gradient.unflatten(1, (-1, shared)).sum(2)
     grads = dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
-    return *grads, None, torch.empty(0)
+    return *grads, None, dsink if sink is not None else torch.empty(0)
 
 
 # -------------------------------------------------------------------------

@@ -370,6 +370,8 @@ def varlen_attention(
     causal: bool,
     key_lengths: Sequence[int] | None = None,
     return_lse: bool = False,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend within each packed sequence.
 
@@ -380,19 +382,38 @@ def varlen_attention(
     sizes = lengths if key_lengths is None else key_lengths
     # one empty sequence at the end, so that there is at least one
     parts = (torch.split(x, [*n, 0]) for x, n in ((_widen(q), lengths), (keys, sizes), (values, sizes)))
-    results = [_attend(qs, ks, vs, scale, causal) for qs, ks, vs in zip(*parts, strict=True)]
+    last = None if sinks is None else _widen(sinks)
+    rule = scale, causal, window, last
+    results = [_attend(qs, ks, vs, *rule) for qs, ks, vs in zip(*parts, strict=True)]
     outputs, sums = (torch.cat(x) for x in zip(*results, strict=True))
     return (outputs.to(q.dtype), sums) if return_lse else outputs.to(q.dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of one sequence."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if causal:
-        before = k.shape[0] - q.shape[0]
-        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + before)
-        scores = scores.masked_fill(future, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.detach().logsumexp(-1).t()
+        scores = scores.masked_fill(_hidden(len(q), len(k), window, q.device), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), -1)
+    weights = scores.softmax(-1)[..., : len(k)]
+    return torch.einsum("hqk,khd->qhd", weights, v), scores.detach().logsumexp(-1).t()
+
+
+def _hidden(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys come after a query, or too long before it: ``[queries, keys]``."""
+    every = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    before = keys - queries
+    future = every.triu(1 + before)
+    return future if window is None else future | every.tril(before - window)
 
 
 def linear_logprob(

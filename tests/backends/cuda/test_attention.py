@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from anygauge.kernels.reference import varlen_attention
 from anygauge.kernels.table import resolve_kernels
 from anygauge.plugins import load_plugins
 from anygauge_cuda import attention, cudnn_attention, kernels
@@ -31,14 +32,14 @@ from anygauge_cuda.cudnn_attention import (
     _offsets,
     _rounded,
 )
-from anygauge_cuda.packing import Packing
+from anygauge_cuda.packing import Mask, Packing
 
 
-def make_case(packing: Packing, *, causal: bool = True) -> _Case:
+def make_case(packing: Packing, *, causal: bool = True, window: int | None = None) -> _Case:
     qkv = torch.empty(sum(packing.queries), 2, 6 * 8, dtype=torch.bfloat16)
     q = torch.empty(len(qkv), 8, 8, dtype=torch.bfloat16)
     k, v = (qkv.view(len(qkv), 2, 6, 8)[:, :, i] for i in (4, 5))
-    return _Case.of(q, k, v, packing, 1.0, causal)
+    return _Case.of(q, k, v, packing, 1.0, Mask(causal, window))
 
 
 def test_lengths_within_a_step_share_a_graph() -> None:
@@ -183,6 +184,48 @@ def test_sequences_of_one_length_are_a_plain_batch(causal: bool) -> None:
 
 
 @pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("window", [None, 7])
+def test_only_a_window_is_an_option_of_its_own(window: int | None) -> None:
+    case = make_case(Packing.of((3, 9), (5, 9)), window=window)
+    for make in (cudnn_attention._forward_graph, cudnn_attention._backward_graph):
+        options = make(case)[0].options
+        assert options.get("sliding_window_length") == window
+        assert options["use_causal_mask_bottom_right"] is True
+
+
+def test_a_window_that_hides_nothing_is_none() -> None:
+    packing = Packing.of((3, 9), (5, 12))
+    assert [Mask.of(packing, True, window).window for window in (11, 12, 13, None)] == [11, None, None, None]
+
+
+def test_flash_attention_counts_the_tokens_before_a_token() -> None:
+    assert attention._flash_window(Mask(True, 4)) == {"window_size_left": 3, "window_size_right": 0}
+    assert attention._flash_window(Mask(True)) == {}
+
+
+def test_sinks_are_added_to_what_a_kernel_without_them_returns() -> None:
+    """The backward kernel is given output and log-sum-exp with the sinks in them."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(12, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    given = {"lengths": (5, 7), "scale": 0.3, "causal": True, "return_lse": True, "window": 3}
+    expected, total = varlen_attention(q, k, v, **given, sinks=sinks)
+    (slope,) = torch.autograd.grad(expected, sinks, grad)
+    output, sums = attention._with_sinks(*varlen_attention(q, k, v, **given), sinks.detach())
+    torch.testing.assert_close((output, sums), (expected.detach(), total), rtol=1e-6, atol=1e-6)
+    found = attention._sink_gradient(grad, output, sums, sinks.detach())
+    torch.testing.assert_close(found, slope, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (2, 4, 3)])
+def test_a_log_sum_exp_goes_back_to_the_form_that_cudnn_has(shape: tuple[int, ...]) -> None:
+    sums = torch.randn(shape)
+    by_token = cudnn_attention.by_token(sums)
+    assert by_token.shape == (6, 4)
+    assert torch.equal(cudnn_attention.as_stored(by_token, sums), sums)
+
+
+@pytest.mark.usefixtures("recorded")
 def test_other_sequences_are_ragged() -> None:
     case = make_case(Packing.of((1536, 1536, 1024), None))
     forward, backward = (
@@ -267,9 +310,13 @@ def test_cudnn_serves_where_its_frontend_is_installed(
     monkeypatch.setattr(kernels, "tile_math", lambda: None)
     plugins = load_plugins()
     table = resolve_kernels(plugins, plugins.get("register_backends", "cuda"))
-    facts = {"head_dim": 128, "value_dim": 128, "causal": True, "return_lse": False}
+    absent = dict.fromkeys(("return_lse", "has_window", "has_sinks"), False)
+    facts: dict[str, Any] = {"head_dim": 128, "value_dim": 128, "causal": True, **absent}
     assert table.resolve("varlen_attention", dtype=torch.bfloat16, **facts) is found
     assert table.resolve("varlen_attention", dtype=torch.float32, **facts).__module__.endswith("reference")
+    for extra in ("has_window", "has_sinks"):
+        changed = {**facts, extra: True}
+        assert table.resolve("varlen_attention", dtype=torch.bfloat16, **changed) is attention.by_flash
 
 
 @pytest.mark.parametrize(("capability", "is_for_it"), [((8, 0), False), ((9, 0), True), ((10, 0), True)])

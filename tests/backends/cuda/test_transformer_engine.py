@@ -157,9 +157,10 @@ def test_preferred_kernels_come_before_any_priority() -> None:
     backend = load_plugins().get("register_backends", "cpu")
     table = resolve_kernels(load_plugins(), backend)
     chosen = table.preferring("transformer_engine", transformer_engine.Modules().preferred_kernels())
-    facts = {"head_dim": 64, "value_dim": 64, "causal": True, "return_lse": False}
+    absent = dict.fromkeys(transformer_engine.UNSERVED, False)
+    facts = {"head_dim": 64, "value_dim": 64, "causal": True, **absent}
     assert chosen.resolve("varlen_attention", dtype="bfloat16", **facts) is transformer_engine.attend
-    for other in ({"dtype": "float32"}, {"head_dim": 20}, {"return_lse": True}):
+    for other in ({"dtype": "float32"}, {"head_dim": 20}, *({each: True} for each in absent)):
         asked: dict[str, Any] = {"dtype": "bfloat16", **facts, **other}
         found = chosen.resolve("varlen_attention", **asked)
         assert found is table.resolve("varlen_attention", **asked)

@@ -41,6 +41,8 @@ ALL = torch.ones(3, 2, dtype=torch.bool)
 RIGHT: dict[str, Callable[[], Any]] = {
     "attention": attend,
     "attention to all": lambda: attend(sparse_mode=0, atten_mask=None),
+    "attention within a window": lambda: attend(sparse_mode=4, pre_tockens=1, next_tockens=0),
+    "attention with sinks": lambda: attend(sink=torch.ones(4)),
     "attention of a suffix": lambda: attend(q=torch.ones(3, 4, 16), actual_seq_qlen=[1, 3]),
     "rows": lambda: group(torch.ones(5, 4), torch.ones(2, 4, 3), [2, 5]),
     "rows of a transposed weight": lambda: group(torch.ones(5, 4), torch.ones(2, 3, 4).mT, [2, 5]),
@@ -63,6 +65,9 @@ WRONG: dict[str, Callable[[], Any]] = {
     "more queries than keys": lambda: attend(
         k=torch.ones(3, 2, 16), v=torch.ones(3, 2, 16), actual_seq_kvlen=[1, 3]
     ),
+    "a band into the future": lambda: attend(sparse_mode=4, pre_tockens=1, next_tockens=1),
+    "sinks of key heads": lambda: attend(sink=torch.ones(2)),
+    "half sinks": lambda: attend(sink=torch.ones(4).half()),
     "other layout": lambda: attend(input_layout="BSND"),
     "other heads": lambda: attend(head_num=2),
     "heads that do not divide": lambda: attend(k=torch.ones(5, 3, 16), v=torch.ones(5, 3, 16)),

@@ -157,6 +157,16 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "4 query heads and 0 key heads",
     ),
     "attention other values": (lambda: attend(v=ones(5, 4, 16)), r"v of shape \[5, 4, 16\]"),
+    "attention within no token": (lambda: attend(window=0), "a window of 0 tokens"),
+    "attention within a window, not causal": (
+        lambda: attend(window=3, causal=False),
+        "a window without a causal mask",
+    ),
+    "attention sinks of key heads": (lambda: attend(sinks=ones(2)), r"sinks of shape \[2\]\.\n.*\[H\]"),
+    "attention sinks in another dtype": (
+        lambda: attend(sinks=ones(4, dtype=FLOAT)),
+        "q in bfloat16 and sinks in float32",
+    ),
     "lengths too few": (lambda: attend(None, None, None, (3,)), "lengths that sum to 3; q has 5 tokens"),
     "lengths with a 0 in front, cumulative": (
         lambda: attend(None, None, None, (0, 3, 5)),

@@ -1,7 +1,7 @@
 """Packed attention for the models of transformers, with the kernels of the backend's table.
 
-It is registered beside transformers' own attention functions, and a model takes it by its config. What no
-kernel of the table computes (a window, a soft cap, sinks) is computed by torch, one sequence after another.
+It is registered beside transformers' own attention functions, and a model takes it by its config. Torch
+computes what no kernel of the table does (a soft cap, a window that is not causal), sequence by sequence.
 """
 
 from __future__ import annotations
@@ -84,13 +84,20 @@ class _Attention:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         window = sliding_window if sliding_window and sliding_window < max(lengths) else None
-        if window is None and softcap is None and s_aux is None:
-            facts = {"dtype": q.dtype, "head_dim": q.shape[-1], "value_dim": v.shape[-1]}
-            output = self._kernel(causal=causal, **facts)(q, k, v, lengths, scale, causal=causal)
-            return output[None], None
-        parts = zip(*(each.split(list(lengths)) for each in (q, k, v)), strict=True)
-        done = [_attend(q, k, v, scale, causal, window, softcap, s_aux) for q, k, v in parts]
-        return torch.cat(done)[None], None
+        if softcap is not None or (window is not None and not causal):
+            parts = zip(*(each.split(list(lengths)) for each in (q, k, v)), strict=True)
+            done = [_attend(q, k, v, scale, causal, window, softcap) for q, k, v in parts]
+            return torch.cat(done)[None], None
+        sinks = None if s_aux is None else s_aux.to(q.dtype)
+        attend = self._kernel(
+            dtype=q.dtype,
+            head_dim=q.shape[-1],
+            value_dim=v.shape[-1],
+            causal=causal,
+            has_window=window is not None,
+            has_sinks=sinks is not None,
+        )
+        return attend(q, k, v, lengths, scale, causal=causal, window=window, sinks=sinks)[None], None
 
 
 def _attend(
@@ -101,14 +108,12 @@ def _attend(
     causal: bool,
     window: int | None,
     softcap: float | None,
-    sinks: Tensor | None,
 ) -> Tensor:
     """Attend within one sequence, as the eager attention of transformers' models does.
 
     :param q: ``[T, H, D]``.
     :param window: Number of last tokens that a token sees, itself among them.
     :param softcap: Scores become ``softcap * tanh(score / softcap)``.
-    :param sinks: ``[H]``, a further score of each head that takes part in the softmax alone.
     """
     k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -120,7 +125,5 @@ def _attend(
     if window is not None:
         hidden = hidden | (ago >= window)
     scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.to(scores)[:, None, None].expand(-1, len(q), 1)), -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
-    return torch.einsum("hqk,khd->qhd", weights[..., : len(q)], v)
+    return torch.einsum("hqk,khd->qhd", weights, v)

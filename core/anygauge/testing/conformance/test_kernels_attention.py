@@ -49,7 +49,13 @@ def test_attention_to_parts_of_the_keys_merges_into_the_whole(
     q, k, v = inputs_of(case, dtype, contiguous, device)
     _, expected = cut(expect(case, (q, k, v)).outputs[0], before, own)
     (_, queries), (far_keys, near_keys), (far_values, near_values) = (cut(x, before, own) for x in (q, k, v))
-    facts = {"head_dim": width, "value_dim": width, "return_lse": True}
+    facts = {
+        "head_dim": width,
+        "value_dim": width,
+        "return_lse": True,
+        "has_window": False,
+        "has_sinks": False,
+    }
     far, near = (
         kernels.resolve("varlen_attention", dtype=dtype, causal=causal, **facts) for causal in (False, True)
     )

@@ -53,6 +53,8 @@ PICKED = (
     "varlen_attention-ragged-full",
     "varlen_attention-ragged-causal-lse",
     "varlen_attention-prefix-causal",
+    "varlen_attention-window-causal",
+    "varlen_attention-window-causal-sinks",
     "vocab_parallel_logprob-37x50-1.6-0-0-3-plain",
 )
 Result = tuple[list[torch.Tensor], list[torch.Tensor]]

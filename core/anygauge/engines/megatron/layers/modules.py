@@ -204,14 +204,23 @@ class CoreAttention(nn.Module):
         softmax_scale: float | None = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
+        window: int | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
+        self.window = window
+        """How many of the last tokens a token sees; ``None`` for all."""
+        self.softmax_offset = _make_sinks(config) if config.softmax_type == "learnable" else None
         head_dim = k_channels or config.kv_channels
         facts = {"dtype": config.params_dtype, "head_dim": head_dim}
-        value_dim = v_channels or head_dim
         self.attend = kernels.resolve(
-            "varlen_attention", causal=True, value_dim=value_dim, return_lse=False, **facts
+            "varlen_attention",
+            causal=True,
+            value_dim=v_channels or head_dim,
+            return_lse=False,
+            has_window=window is not None,
+            has_sinks=self.softmax_offset is not None,
+            **facts,
         )
         self.rotate = kernels.resolve("rotary_embedding", unit_angles=unit_angles, **facts)
         self.prepare = kernels.resolve("qk_norm_rotary", unit_angles=unit_angles, **facts)
@@ -249,10 +258,26 @@ class CoreAttention(nn.Module):
         """Return the attention ``[T, H E]`` of rotated queries to rotated keys."""
         if packed.key_rows is not None:
             key, value = gather_together((key, value), packed.key_rows, self.context_group)
+        if self.softmax_offset is not None:
+            _run_hooks(self)  # an attention that goes the short way does not call this module
         output = self.attend(
-            query, key, value, packed.lengths, self.scale, causal=True, key_lengths=packed.key_lengths
+            query,
+            key,
+            value,
+            packed.lengths,
+            self.scale,
+            causal=True,
+            key_lengths=packed.key_lengths,
+            window=self.window,
+            sinks=self.softmax_offset,
         )
         return output.reshape(output.shape[0], -1)
+
+
+def _make_sinks(config: TransformerConfig) -> nn.Parameter:
+    """Return the sink of each head of this rank, under the name that Megatron's attention has for it."""
+    heads = config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
+    return nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
 
 
 def _halves(x: Tensor, rotary: int) -> Tensor:

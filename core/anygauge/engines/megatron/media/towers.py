@@ -137,7 +137,13 @@ def _bind_attention(module: Any, kernels: KernelTable, dtype: torch.dtype) -> No
     module.config._attn_implementation = ATTENTION
     facts = {"dtype": dtype, "head_dim": module.head_dim}
     module.attend = kernels.resolve(
-        "varlen_attention", causal=False, value_dim=module.head_dim, return_lse=False, **facts
+        "varlen_attention",
+        causal=False,
+        value_dim=module.head_dim,
+        return_lse=False,
+        has_window=False,
+        has_sinks=False,
+        **facts,
     )
     if _is_vision(module):
         module.rotate = kernels.resolve("rotary_embedding", unit_angles=True, **facts)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anygauge.testing.conformance.kernel_cases.case import CHUNKS, RAGGED, Case, normal
 
-__all__ = ["CASES", "attention_case", "attention_of", "with_lse"]
+__all__ = ["CASES", "attention_case", "attention_of", "with_lse", "with_sinks"]
 
 
 def attention_case(
@@ -24,11 +24,14 @@ def attention_case(
     scale: float = 0.3,
     key_lengths: Sequence[int] | None = None,
     value_width: int | None = None,
+    window: int | None = None,
 ) -> Case:
     """Return a case whose queries are the last tokens of each sequence, where there are more keys."""
     tokens, keys = sum(lengths), sum(lengths if key_lengths is None else key_lengths)
     values = value_width or width
-    options = {} if key_lengths is None else {"key_lengths": tuple(key_lengths)}
+    given = {"key_lengths": None if key_lengths is None else tuple(key_lengths), "window": window}
+    options = {option: value for option, value in given.items() if value is not None}
+    has = {"return_lse": False, "has_window": window is not None, "has_sinks": False}
     return Case(
         op="varlen_attention",
         name=f"{name}-{'causal' if causal else 'full'}",
@@ -40,7 +43,24 @@ def attention_case(
         differentiable=3,
         arguments=(tuple(lengths), scale),
         options={"causal": causal, **options},
-        facts={"head_dim": width, "value_dim": values, "causal": causal, "return_lse": False},
+        facts={"head_dim": width, "value_dim": values, "causal": causal, **has},
+    )
+
+
+def with_sinks(case: Case) -> Case:
+    """Return a case of attention with sinks: some take much of a head's weight, and others nearly none."""
+
+    def tensors() -> tuple[Tensor, ...]:
+        q, k, v = case.tensors()
+        return q, k, v, 2 * normal(q.shape[1])
+
+    return replace(
+        case,
+        name=f"{case.name}-sinks",
+        tensors=tensors,
+        differentiable=4,
+        keyword="sinks",
+        facts={**case.facts, "has_sinks": True},
     )
 
 
@@ -56,11 +76,15 @@ def with_lse(case: Case) -> Case:
     )
 
 
-def attention_of(facts: Mapping[str, Any]) -> Case:
-    """Return a case with these facts."""
+def attention_of(facts: Mapping[str, Any]) -> Case | None:
+    """Return a case with these facts; windows are of causal attention alone."""
     width, causal = facts["head_dim"], facts["causal"]
     options = {"scale": 0.7 * width**-0.5, "value_width": facts["value_dim"]}
+    if facts["has_window"] and not causal:
+        return None
+    options["window"] = 4 if facts["has_window"] else None
     case = attention_case("facts", (5, 0, 18), 4, 2, width, causal=causal, key_lengths=(9, 2, 18), **options)
+    case = with_sinks(case) if facts["has_sinks"] else case
     return with_lse(case) if facts["return_lse"] else case
 
 
@@ -117,6 +141,21 @@ CASES = [
     attention_case("multi-query", RAGGED, 6, 1, 64, causal=True, scale=0.2),
     attention_case("many-heads", (9, 4), 40, 8, 8, causal=True, scale=0.5),
     peaked(),
+    attention_case("window", RAGGED, causal=True, window=4),
+    attention_case("window-one", RAGGED, causal=True, window=1),
+    attention_case("window-wide", RAGGED, causal=True, window=33),
+    with_lse(attention_case("window-equal", (6,) * 5, causal=True, window=5, scale=0.4)),
+    attention_case("window-prefix", PREFIX, key_lengths=PREFIX_KEYS, causal=True, window=3),
+    attention_case("window-long", (150, 3, 200), causal=True, window=64),
+    attention_case("window-batch", (512, 512), 2, 1, 16, causal=True, window=100),
+    with_sinks(attention_case("ragged", RAGGED, causal=True)),
+    with_sinks(attention_case("ragged", RAGGED, causal=False, scale=0.1)),
+    with_lse(with_sinks(attention_case("prefix", PREFIX, key_lengths=PREFIX_KEYS, causal=True))),
+    with_sinks(attention_case("none", (), causal=True)),
+    with_sinks(attention_case("narrow-values", RAGGED, causal=True, value_width=24)),
+    with_sinks(attention_case("window", (70, 0, 9), 8, 1, 64, causal=True, window=8, scale=0.125)),
+    with_lse(with_sinks(attention_case("window-long", (150, 3, 200), causal=True, window=130))),
+    with_sinks(attention_case("batch", (512, 512), 2, 1, 16, causal=True, window=128)),
     *(
         attention_case(
             f"heads-{width}-{values}",
