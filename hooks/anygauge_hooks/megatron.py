@@ -124,8 +124,11 @@ class LayerKind:
     attention: Literal["self", "gated", "latent", "gated_delta"] = "self"
     """``self`` has grouped queries; ``gated`` multiplies its output with a gate that comes with the queries;
     ``latent`` compresses keys and values; ``gated_delta`` is a linear recurrence."""
-    rotary: bool = True
-    """Whether queries and keys turn with the position."""
+    rotary: bool | Literal["local"] = True
+    """Whether queries and keys turn with the position; ``"local"``: by :attr:`MegatronModel.local_rotary`."""
+    window: int | None = None
+    """How many of the last tokens a token sees, itself among them; ``None`` for all. Of ``self`` and
+    ``gated`` attention."""
     mlp: Literal["dense", "moe"] = "dense"
     post_norms: bool = False
     """Whether the outputs of attention and MLP are normalised too, before they are added."""
@@ -145,6 +148,10 @@ class MegatronModel:
     """From the Hugging Face config and positions ``[T]`` (int64) to ``cos, sin`` ``[T, R]``, float32.
 
     A model with images takes positions ``[3, T]`` of time, height and width too."""
+    local_rotary: Callable[[Mapping[str, Any], Tensor], tuple[Tensor, Tensor]] | None = None
+    """The same for layers whose :attr:`LayerKind.rotary` is ``"local"``; ``None`` if there are none."""
+    embedding_scale: Callable[[Mapping[str, Any]], float] | None = None
+    """Function from the Hugging Face config to the factor of the embeddings; ``None`` for 1."""
     layers: Callable[[Mapping[str, Any]], Sequence[LayerKind]]
     """Function from the Hugging Face config to the kind of each layer, in order."""
     build: Callable[..., Any] | None = None

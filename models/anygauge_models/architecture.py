@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ __all__ = [
     "expert_config",
     "gated_mlp_flops",
     "head_size",
+    "layer_windows",
     "make_family",
     "model_options",
     "next_token_layers",
@@ -30,6 +31,7 @@ __all__ = [
     "sparse_flops",
     "tiny_config",
     "unsupported",
+    "windowed_flops",
     "with_config",
     "with_experts",
 ]
@@ -123,6 +125,18 @@ def sliding_windows(hf: Mapping[str, Any]) -> list[Variant]:
     ]
 
 
+def layer_windows(hf: Mapping[str, Any], every: int) -> list[int | None]:
+    """Return how many of the last tokens a token sees in each layer, ``None`` for all.
+
+    :param every: Each layer whose number this divides sees all, where the config has no ``layer_types``.
+    """
+    kinds = hf.get("layer_types") or [
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(hf["num_hidden_layers"])
+    ]
+    return [hf["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+
+
 def next_token_layers(hf: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the prefixes of the layers that predict tokens after the next, which are behind all others."""
     count = hf.get("num_nextn_predict_layers", 1) or 0
@@ -165,6 +179,10 @@ def with_config(spec: ModelSpec, read: Callable[[Mapping[str, Any]], Mapping[str
         return lambda hf, *rest: function(read(hf), *rest)
 
     model = megatron_model(spec)
+    if model.local_rotary is not None:
+        model = replace(model, local_rotary=reading(model.local_rotary))
+    if model.embedding_scale is not None:
+        model = replace(model, embedding_scale=reading(model.embedding_scale))
     model = replace(
         model,
         transformer_config=reading(model.transformer_config),
@@ -219,12 +237,15 @@ def with_experts(hf: Mapping[str, Any], sparse: Collection[int], **kind: Any) ->
     return [LayerKind(mlp="moe" if layer in sparse else "dense", **kind) for layer in layers]
 
 
-def dense_flops(hf: Mapping[str, Any], sequence_length: int, **sizes: int) -> float:
+def dense_flops(
+    hf: Mapping[str, Any], sequence_length: int, windows: Sequence[int | None] = (None,), **sizes: int
+) -> float:
     """Return the floating-point operations per token of a decoder without experts.
 
+    :param windows: Its :func:`layer_windows`.
     :param sizes: Its :func:`attention_sizes`.
     """
-    attention = attention_flops(hf["hidden_size"], **sizes, sequence_length=sequence_length)
+    attention = windowed_flops(hf["hidden_size"], windows, **sizes, sequence_length=sequence_length)
     return sparse_flops(hf, attention, sparse=0, width=0, experts=0)
 
 
@@ -246,6 +267,14 @@ def attention_flops(hidden: int, heads: int, groups: int, size: int, sequence_le
     """Return the floating-point operations per token of attention, the causal half of the scores alone."""
     projections = hidden * size * (2 * heads + 2 * groups)
     return 2.0 * (projections + heads * size * sequence_length)
+
+
+def windowed_flops(
+    hidden: int, windows: Sequence[int | None], *, sequence_length: int, **sizes: int
+) -> float:
+    """Return the :func:`attention_flops` of the mean layer; a token sees no more than the window."""
+    seen = [sequence_length if each is None else min(sequence_length, 2 * each) for each in windows]
+    return sum(attention_flops(hidden, **sizes, sequence_length=each) for each in seen) / len(seen)
 
 
 def gated_mlp_flops(hidden: int, width: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
@@ -17,7 +17,7 @@ from anygauge_models.architecture import (
     make_family,
     refuse_variants,
 )
-from anygauge_models.rope import half_rotary
+from anygauge_models.rope import Rotary, half_rotary
 from anygauge_models.rules import decoder_rules, dense_mlp, post_norms, self_attention
 
 __all__ = ["DenseDecoder"]
@@ -38,12 +38,21 @@ class DenseDecoder:
     has_qk_norm: bool = False
     rotary_layers: Callable[[Mapping[str, Any]], Sequence[bool]] = lambda hf: [True] * hf["num_hidden_layers"]
     """For each layer, whether its queries and keys turn with the position."""
-    has_post_norms: bool = False
+    windows: Callable[[Mapping[str, Any]], Sequence[int | None]] = lambda hf: [None] * hf["num_hidden_layers"]
+    """For each layer, how many of the last tokens a token sees."""
+    layer_type: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
+    """Returns a config with the angles of a type of layers, where those with a window have others."""
+    embedding_scale: Callable[[Mapping[str, Any]], float] | None = None
+    """Factor of the embeddings."""
+    post_norms: tuple[str, str] | None = None
+    """Names of the norms of what attention and MLP add in a checkpoint, where there are such norms."""
     has_fused_qkv: bool = False
     """Whether checkpoints hold queries above keys above values in one tensor."""
     has_fused_mlp: bool = False
     """Whether checkpoints hold gate above up in one tensor."""
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    mlp_norm: str = "post_attention_layernorm"
+    """Name of the norm before the MLP in a checkpoint."""
+    fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}
     """Further fields of ``TransformerConfig``."""
 
     def attention(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,15 +66,22 @@ class DenseDecoder:
         """
         refuse_variants(hf, self.family, self.refused(hf))
         switches = {"add_qkv_bias": self.has_bias(hf), "qk_layernorm": self.has_qk_norm}
-        return decoder_config(hf, **self.attention(hf), **switches, **self.fields)
+        return decoder_config(hf, **self.attention(hf), **switches, **self.fields(hf))
 
     def layers(self, hf: Mapping[str, Any]) -> list[LayerKind]:
         """Return the kind of each layer."""
-        return [LayerKind(rotary=turns, post_norms=self.has_post_norms) for turns in self.rotary_layers(hf)]
+        return [
+            LayerKind(
+                rotary="local" if turns and window and self.layer_type else turns,
+                window=window,
+                post_norms=self.post_norms is not None,
+            )
+            for turns, window in zip(self.rotary_layers(hf), self.windows(hf), strict=True)
+        ]
 
     def flops_per_token(self, hf: Mapping[str, Any], sequence_length: int) -> float:
         """Return the floating-point operations of a forward pass per token, causal attention counted once."""
-        return dense_flops(hf, sequence_length, **self.attention(hf))
+        return dense_flops(hf, sequence_length, self.windows(hf), **self.attention(hf))
 
     def weight_rules(self, hf: Mapping[str, Any]) -> list[WeightRule]:
         """Return one rule for each canonical tensor."""
@@ -75,8 +91,14 @@ class DenseDecoder:
             bias=self.has_bias(hf),
             fused=self.has_fused_qkv,
         )
-        mlp = dense_mlp(hf["intermediate_size"], fused=self.has_fused_mlp)
-        return decoder_rules(hf, [*attention, *mlp, *(post_norms() if self.has_post_norms else ())])
+        mlp = dense_mlp(hf["intermediate_size"], fused=self.has_fused_mlp, norm=self.mlp_norm)
+        added = post_norms(*self.post_norms) if self.post_norms else ()
+        return decoder_rules(hf, [*attention, *mlp, *added])
+
+    def _rotary_of(self, kind: str) -> Rotary:
+        """Return the angles of a type of layers."""
+        rotary, read = half_rotary(self.rotary_dim or self.head_dim), self.layer_type
+        return rotary if read is None else lambda hf, positions: rotary(read(hf, kind), positions)
 
     def spec(self, architecture: str, **defaults: Any) -> ModelSpec:
         """Return the family.
@@ -86,7 +108,9 @@ class DenseDecoder:
         model = MegatronModel(
             transformer_config=self.transformer_config,
             weight_rules=self.weight_rules,
-            rotary=half_rotary(self.rotary_dim or self.head_dim),
+            rotary=self._rotary_of("full_attention"),
+            local_rotary=None if self.layer_type is None else self._rotary_of("sliding_attention"),
+            embedding_scale=self.embedding_scale,
             layers=self.layers,
         )
         return make_family(

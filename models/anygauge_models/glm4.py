@@ -22,9 +22,9 @@ DENSE = DenseDecoder(
     # Half of a head turns, in pairs of neighbors. `rotary_interleaved` lets attention move them into halves.
     rotary_dim=lambda hf: turning_part(hf, _head_dim(hf), 0.5),
     has_bias=lambda hf: bool(hf.get("attention_bias", True)),
-    has_post_norms=True,
+    post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
     has_fused_mlp=True,
-    fields={"rotary_interleaved": True},
+    fields=lambda hf: {"rotary_interleaved": True},
 )
 GLM4 = DENSE.spec(
     "Glm4ForCausalLM", num_key_value_heads=2, rms_norm_eps=1.5625e-7, max_position_embeddings=131_072

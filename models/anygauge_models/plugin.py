@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def register_models() -> list[ModelSpec]:
     """Return the families, without importing torch."""
     from anygauge_models.deepseek_v3 import DEEPSEEK_V3
+    from anygauge_models.gemma3 import GEMMA3
     from anygauge_models.glm4 import GLM4
     from anygauge_models.glm4_moe import GLM4_MOE
     from anygauge_models.glm4_moe_lite import GLM4_MOE_LITE
@@ -37,4 +38,4 @@ def register_models() -> list[ModelSpec]:
 
     glm = [GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
     qwen = [QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
-    return [DEEPSEEK_V3, *glm, LLAMA, MISTRAL, PHI3, *qwen, SEED_OSS, SMOLLM3]
+    return [DEEPSEEK_V3, GEMMA3, *glm, LLAMA, MISTRAL, PHI3, *qwen, SEED_OSS, SMOLLM3]

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "Rotary",
     "half_rotary",
     "interleaved_rotary",
     "magnitude",
+    "of_layer_type",
     "rope_parameters",
     "turning_part",
     "yarn_factor",
@@ -95,6 +97,21 @@ def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
         elif _TRAINED_LENGTH not in parameters:
             parameters[_TRAINED_LENGTH] = hf["max_position_embeddings"]
     return parameters
+
+
+def of_layer_type(hf: Mapping[str, Any], kind: str, theta: float) -> dict[str, Any]:
+    """Return a config whose angles are those of one type of its layers.
+
+    Checkpoints have the parameters of each type, or, as before transformers 5, a base for all and a scaling
+    that is not of layers with a window.
+
+    :param kind: One of ``layer_types``.
+    :param theta: The base of the angles, where the parameters do not say.
+    """
+    given = dict((hf.get("rope_parameters") or {}).get(kind) or {"rope_type": "default"})
+    scaling = hf.get("rope_scaling") if kind == "full_attention" else None
+    parameters = {"rope_theta": theta, **given, **(scaling or {})}
+    return {**hf, "rope_scaling": None, "rope_parameters": parameters}
 
 
 def turning_part(hf: Mapping[str, Any], size: int, default: float) -> int:

@@ -108,22 +108,27 @@ def self_attention(
     return [*rules, layer_rule(*output, split_dim=1, layers=layers)]
 
 
-def post_norms() -> list[WeightRule]:
-    """Return the rules of the norms of what attention and MLP add."""
-    return [
-        layer_rule(f"{name}.weight", f"{name}.weight")
-        for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
-    ]
+def post_norms(attention: str, mlp: str) -> list[WeightRule]:
+    """Return the rules of the norms of what attention and MLP add.
+
+    :param attention: Name of the first in a checkpoint.
+    :param mlp: Name of the second.
+    """
+    names = {"post_self_attn_layernorm": attention, "post_mlp_layernorm": mlp}
+    return [layer_rule(f"{canonical}.weight", f"{name}.weight") for canonical, name in names.items()]
 
 
-def dense_mlp(width: int, *, fused: bool = False, layers: Layers = None) -> list[WeightRule]:
+def dense_mlp(
+    width: int, *, fused: bool = False, norm: str = "post_attention_layernorm", layers: Layers = None
+) -> list[WeightRule]:
     """Return the rules of a gated MLP and of the norm before it.
 
     :param width: Rows of gate and of up.
     :param fused: Whether checkpoints hold gate above up in one tensor.
+    :param norm: Name of the norm in a checkpoint.
     """
-    norm = layer_rule("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", layers=layers)
-    return [norm, *_gated("mlp", "mlp", width, fused=fused, layers=layers)]
+    before = layer_rule("mlp.linear_fc1.layer_norm_weight", f"{norm}.weight", layers=layers)
+    return [before, *_gated("mlp", "mlp", width, fused=fused, layers=layers)]
 
 
 def expert_mlp(

@@ -38,7 +38,7 @@ EXTENSION = "megatron.core.extensions.transformer_engine"
 EXPERTS = "megatron.core.transformer.moe.experts"
 HEAD_SIZES = range(8, 257, 8)
 UNSERVED = ("return_lse", "has_window", "has_sinks")
-"""What the attention here does not do; another kernel of the table does."""
+"""Facts of an attention that this one is not taken for; another kernel of the table is."""
 
 
 def provide() -> Modules:

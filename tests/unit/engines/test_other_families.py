@@ -82,8 +82,6 @@ DISREGARDED: list[dict[str, Any]] = [
     {"attention_dropout": 0.5},
     {"qk_l2_norm": True},
     {"no_rope_freq": 2},
-    {"activation_func_clamp_value": 0.01},
-    {"glu_linear_offset": 1.0},
     {"apply_residual_connection_post_layernorm": True},
     {"apply_query_key_layer_scaling": True},
     {"mtp_num_layers": 1},

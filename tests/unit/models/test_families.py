@@ -227,7 +227,8 @@ def policy_gradients(policy: Any) -> dict[str, torch.Tensor]:
 
 def test_the_short_way_is_of_plain_layers_alone(spec: ModelSpec, policy: Any) -> None:
     is_plain = [
-        replace(kind, rotary=True) == LayerKind() for kind in megatron_model(spec).layers(spec.tiny())
+        replace(kind, rotary=True, window=None) == LayerKind()
+        for kind in megatron_model(spec).layers(spec.tiny())
     ]
     assert [layer.is_short for layer in policy.chunks[0].decoder.layers] == is_plain
 
@@ -337,10 +338,12 @@ def test_flops_of_short_sequences_are_two_per_active_weight(
 HEADS = {
     "deepseek_v3": 3 * 4 * (32 + 16),
     "glm4_moe_lite": 3 * 4 * (32 + 32),
+    "gemma3": (0.1 + 1) * 4 * (32 + 32),
     "qwen3_5": 1 * 4 * (32 + 32),
     "qwen3_5_moe": 1 * 4 * (32 + 32),
 }
-"""Layers with scores, their heads, and the sizes of a key and of a value, where these are not all alike."""
+"""Layers with scores, their heads, and the sizes of a key and of a value, where these are not all alike. A
+window of 5 has as many of them as 10 tokens have without, of the 100 here."""
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -350,10 +353,14 @@ def test_flops_of_the_scores_are_those_of_half_a_square(family: str) -> None:
     hf = spec.tiny()
     size = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     per_token = HEADS.get(family, hf["num_hidden_layers"] * hf["num_attention_heads"] * (size + size))
-    assert spec.flops_per_token(hf, 100) - spec.flops_per_token(hf, 0) == 2 * per_token * 100 / 2
+    scores = spec.flops_per_token(hf, 100) - spec.flops_per_token(hf, 0)
+    assert scores == pytest.approx(2 * per_token * 100 / 2, rel=1e-12)
 
 
 REFUSED = [
+    ("gemma3", "hidden_activation", "gelu"),
+    ("gemma3", "attn_logit_softcapping", 50.0),
+    ("gemma3", "use_bidirectional_attention", True),
     ("mistral", "sliding_window", 4096),
     ("mistral", "hidden_act", "gelu"),
     ("qwen2", "use_sliding_window", True),
@@ -406,7 +413,10 @@ def test_a_variant_that_would_be_another_model_is_refused(family: str, key: str,
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_angles_that_are_scaled_otherwise_are_refused(family: str) -> None:
     spec = FAMILIES[family]
-    hf = {**spec.tiny(), "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}}
+    scaled: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}
+    if megatron_model(spec).local_rotary is not None:
+        scaled = {"full_attention": scaled}
+    hf = {**spec.tiny(), "rope_parameters": scaled}
     with pytest.raises(
         ConfigError, match="'longrope' of the checkpoint is not supported; supported: 'default'"
     ):
@@ -438,7 +448,7 @@ def differs_without(spec: ModelSpec, key: str) -> bool:
 def declared(spec: ModelSpec, hf: Mapping[str, Any]) -> Any:
     """Return all that a family says about a model, or what it does instead."""
     try:
-        angles = [each.tolist() for each in megatron_model(spec).rotary(hf, torch.arange(3))]
+        angles = [each.tolist() for each in rotary_of(spec, hf, torch.arange(3))]
         options = [
             megatron_model(spec).transformer_config(hf),
             spec.model_options(hf),
@@ -457,7 +467,19 @@ def declared(spec: ModelSpec, hf: Mapping[str, Any]) -> Any:
         return "refuses"
 
 
+def rotary_of(spec: ModelSpec, hf: Mapping[str, Any], positions: torch.Tensor) -> list[torch.Tensor]:
+    """Return cosines and sines, those of local layers too."""
+    model = megatron_model(spec)
+    rotaries = (model.rotary, *(() if model.local_rotary is None else (model.local_rotary,)))
+    return [each for rotary in rotaries for each in rotary(hf, positions)]
+
+
 OLD = {
+    "gemma3": {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
     "mistral": {"rope_theta": 1e6},
     "qwen2": {"rope_theta": 1e6},
     "phi3": {"rope_theta": 2.5e5, "partial_rotary_factor": 0.5},
@@ -491,9 +513,7 @@ def test_angles_are_read_from_configs_of_transformers_4(family: str) -> None:
     new = spec.tiny()
     old = {key: value for key, value in new.items() if key != "rope_parameters"} | OLD[family]
     positions = torch.arange(200)
-    for one, other in zip(
-        megatron_model(spec).rotary(old, positions), megatron_model(spec).rotary(new, positions), strict=True
-    ):
+    for one, other in zip(rotary_of(spec, old, positions), rotary_of(spec, new, positions), strict=True):
         assert torch.equal(one, other)
 
 

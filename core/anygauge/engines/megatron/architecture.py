@@ -31,10 +31,12 @@ def describe_model(spec: ModelSpec, hf: Mapping[str, Any]) -> object:
     architecture, layers = model.transformer_config(hf), list(model.layers(hf))
     if problems := [*_misfits(architecture), *_depth(architecture, len(layers))]:
         raise ConfigError("; ".join(problems))
-    angles = [each.tolist() for each in model.rotary(hf, torch.tensor(_POSITIONS))]
+    rotaries = [each for each in (model.rotary, model.local_rotary) if each is not None]
+    angles = [each.tolist() for rotary in rotaries for each in rotary(hf, torch.tensor(_POSITIONS))]
+    scale = 1.0 if model.embedding_scale is None else model.embedding_scale(hf)
     model.weight_rules(hf)
     fields = {name: value for name, value in architecture.items() if name not in _TRAINING}
-    return fields, layers, angles
+    return fields, layers, angles, scale
 
 
 def _misfits(architecture: Mapping[str, Any]) -> Iterator[str]:

@@ -39,7 +39,9 @@ TUNABLE = frozenset(_TABLES["tunable"])
 PASSED = TUNABLE | frozenset(_TABLES["passed"])
 """Fields that a user may set."""
 _REFUSED = {name: table["why"] for table in _TABLES["refused"] for name in table["fields"]}
-_KNOWN_VALUES = {name: table.get("value") for table in _TABLES["known"] for name in table["fields"]}
+_KNOWN_VALUES = {
+    name: table.get("values", [table.get("value")]) for table in _TABLES["known"] for name in table["fields"]
+}
 _UNREAD = "No part of the engine reads it, so it would change nothing."
 _ALONE = "It changes nothing alone: it needs {}."
 _NEEDS: Mapping[str, tuple[str, Callable[[Train], object]]] = {
@@ -125,8 +127,8 @@ def unknown_values(architecture: Mapping[str, Any]) -> Iterator[str]:
     :param architecture: Fields of ``TransformerConfig`` that a family sets.
     """
     for name, value in architecture.items():
-        if name in _KNOWN_VALUES and getattr(value, "__name__", value) != (known := _KNOWN_VALUES[name]):
-            yield f"{name} = {value!r}, not {known!r}"
+        if name in _KNOWN_VALUES and getattr(value, "__name__", value) not in (known := _KNOWN_VALUES[name]):
+            yield f"{name} = {value!r}, not {' or '.join(map(repr, known))}"
 
 
 def _hint(name: str, known: list[str]) -> str | None:

@@ -46,7 +46,8 @@ __all__ = [
 WHOLE = Cut()
 """Tokens are not divided."""
 
-Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
+Rotary = Callable[[Tensor], Sequence[Tensor]]
+"""From positions ``[T]`` to cosines and sines ``[T, R]``, and then those of local layers, if others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ def micro_batches(
 ) -> MicroBatches:
     """Pack samples into micro-batches of at most ``max_tokens`` tokens that take about the same time.
 
-    :param rotary: From positions ``[T]`` to cosines and sines ``[T, R]``.
+    :param rotary: Angles of positions, of ``Policy.rotary``.
     :param cut: How their tokens are divided among ranks.
     :param count: From the number of micro-batches that this rank needs to the number that it must have.
     :param flops_per_token: From the length of a sequence to the forward operations of one of its tokens.
@@ -296,10 +297,10 @@ def inputs_on_device(
 ) -> dict[str, Any]:
     """Copy the keyword arguments of :func:`model_inputs` to the device and complete them.
 
-    :param rotary: From positions ``[T]`` to cosines and sines ``[T, R]``.
+    :param rotary: Angles of positions, of ``Policy.rotary``.
     """
     positions, packing = on_device(inputs["position_ids"], device), inputs["packed_seq_params"]
-    cos, sin = rotary(positions)
+    cos, sin, *local = rotary(positions)
     boundaries = on_device(packing.cu_seqlens_q, device)
     packing = replace(
         packing,
@@ -309,6 +310,7 @@ def inputs_on_device(
         counts=None if packing.counts is None else on_device(packing.counts, device),
         cos=cos,
         sin=sin,
+        local_angles=(local[0], local[1]) if local else None,
         routes=routes,
     )
     return {

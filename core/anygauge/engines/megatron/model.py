@@ -83,10 +83,9 @@ class Policy:
     """Shapes, by Hugging Face name, of what a checkpoint may lack; that starts at 0."""
     adapters: Adapters = field(default_factory=Adapters)
 
-    @property
-    def rotary(self) -> Any:
-        """Function from positions ``[T]`` to cosines and sines."""
-        return partial(megatron_model(self.spec).rotary, self.hf)
+    def rotary(self, positions: Tensor) -> Sequence[Tensor]:
+        """Return cosines and sines of positions ``[T]``, and then those of local layers, if others."""
+        return _all_rotary(megatron_model(self.spec), self.hf, positions)
 
     @property
     def output_owner(self) -> str:
@@ -296,6 +295,8 @@ def build_policy(
     for chunk in policy.chunks:
         replace_output_layer(chunk, ValueHead if is_critic else HiddenOutput, model.output_owner)
         replace_embeddings(chunk)
+        if model.embedding_scale is not None:
+            _scale_embeddings(output_owner(chunk, model.output_owner), model.embedding_scale(hf))
         freeze(chunk, config.train.freeze, _towers(spec, hf))
     if config.train.lora.is_on:
         policy = _with_adapters(policy, config)
@@ -342,6 +343,13 @@ def _let_gradients_pass(owner: Any) -> None:
         )
 
 
+def _scale_embeddings(owner: Any, scale: float) -> None:
+    """Multiply what the embedding returns, in its dtype; the output layer that is tied to it is as it is."""
+    if (embedding := getattr(owner, "embedding", None)) is not None:
+        rounded = torch.tensor(scale, dtype=embedding.word_embeddings.weight.dtype).item()
+        embedding.word_embeddings.register_forward_hook(lambda module, inputs, output: output * rounded)
+
+
 def _composer(spec: ModelSpec, hf: Mapping[str, Any], kernels: KernelTable, config: Config) -> Composer:
     return Composer(
         hf=hf,
@@ -355,8 +363,13 @@ def _composer(spec: ModelSpec, hf: Mapping[str, Any], kernels: KernelTable, conf
 def _has_unit_rope_scale(model: MegatronModel, hf: Mapping[str, Any]) -> bool:
     """Return whether cosines and sines are within [-1, 1]: the cosine of 0 is what multiplies both."""
     with torch.device("cpu"):  # values are needed, also where the model is built without any
-        cos, _ = model.rotary(hf, torch.zeros(1, dtype=torch.int64))
-    return bool(cos.abs().max() <= 1)
+        cosines = _all_rotary(model, hf, torch.zeros(1, dtype=torch.int64))[::2]
+    return all(bool(cos.abs().max() <= 1) for cos in cosines)
+
+
+def _all_rotary(model: MegatronModel, hf: Mapping[str, Any], positions: Tensor) -> Sequence[Tensor]:
+    local = () if model.local_rotary is None else model.local_rotary(hf, positions)
+    return *model.rotary(hf, positions), *local
 
 
 def _check_known(family: str, architecture: Mapping[str, Any]) -> None:

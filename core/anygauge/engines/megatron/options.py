@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from anygauge.config import Config
 from anygauge.config.schema import Parallel
 from anygauge.engines.megatron.config_fields import TUNABLE, config_fields
+from anygauge.engines.megatron.layers.activation import activation_function
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["MegatronOptions", "megatron_options", "refusal", "torch_dtype"]
@@ -57,6 +58,8 @@ def megatron_options(config: Config, architecture: Mapping[str, Any]) -> Megatro
         options = MegatronOptions(**{part: kind(**ours[part]) for part, kind in kinds.items()})
     except (TypeError, ValueError, AssertionError) as error:
         raise refusal(error) from error
+    # Megatron refuses, with that seam, what a library of one vendor has no module for.
+    options.transformer.activation_func = activation_function(architecture.get("activation_func", "silu"))
     _check_parts(options.transformer, config.train.parallel)
     return options
 
@@ -111,10 +114,10 @@ def _transformer(config: Config, architecture: Mapping[str, Any], dtype: torch.d
     }
     return {
         "moe_token_dispatcher_type": "alltoall",  # the only one for micro-batches of different lengths
-        "activation_func": F.silu,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         **architecture,
+        "activation_func": F.silu,
         "use_te_activation_func": True,  # Megatron's seam for an activation that is a module of the spec
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

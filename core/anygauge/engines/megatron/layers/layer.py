@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import build_module
@@ -26,8 +26,8 @@ class DecoderLayerSubmodules(TransformerLayerSubmodules):
 
     post_norm: Any = None
     """The norm of the outputs of attention and MLP, or ``None``."""
-    has_rotary: bool = True
-    """Whether queries and keys turn with the position."""
+    rotary: bool | Literal["local"] = True
+    """Whether queries and keys turn with the position, or by the angles of local layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class DecoderLayer(TransformerLayer):
             self.post_mlp_layernorm = _build_norm(submodules.post_norm, config)
             self.self_attn_bda = _after(self.post_self_attn_layernorm, self.self_attn_bda)
             self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
-        self.has_rotary = submodules.has_rotary
+        self.rotary = submodules.rotary
         self.is_short = submodules.post_norm is None and self._is_short()
 
     def _is_short(self) -> bool:
@@ -80,8 +80,8 @@ class DecoderLayer(TransformerLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; experts are told which micro-batch it is, and features of media are added."""
         packed = kwargs.get("packed_seq_params")
-        if packed is not None and not self.has_rotary:
-            kwargs["packed_seq_params"] = packed.without_rotary
+        if packed is not None and self.rotary is not True:
+            kwargs["packed_seq_params"] = packed.with_local_rotary if self.rotary else packed.without_rotary
         if isinstance(self.mlp, ExpertLayer):
             self.mlp.packed = packed
         if not self.is_short or args or packed is None:

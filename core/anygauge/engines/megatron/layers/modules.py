@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -29,7 +28,6 @@ __all__ = [
     "LayerNorm",
     "PackedSequences",
     "RmsNorm",
-    "Swiglu",
     "await_weights",
     "is_megatrons",
     "is_plain",
@@ -56,6 +54,8 @@ class PackedSequences(PackedSeqParams):
     """``[T, R]``, float32."""
     sin: Tensor | None = None
     """``[T, R]``, float32."""
+    local_angles: tuple[Tensor, Tensor] | None = None
+    """The same two of local layers, where theirs are others."""
     routes: Routes | None = None
     """Which experts the tokens go to, where a pass captures or replays it."""
     deposits: Sequence[Deposits] = ()
@@ -66,6 +66,12 @@ class PackedSequences(PackedSeqParams):
         """The same for layers whose queries and keys do not turn: every angle is 0, for any kernel."""
         assert self.cos is not None
         return replace(self, cos=torch.ones_like(self.cos), sin=torch.zeros_like(self.cos))
+
+    @cached_property
+    def with_local_rotary(self) -> PackedSequences:
+        """The same for layers whose queries and keys turn by the angles of local layers."""
+        assert self.local_angles is not None
+        return replace(self, cos=self.local_angles[0], sin=self.local_angles[1])
 
 
 class RmsNorm(nn.Module):
@@ -169,24 +175,6 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``x``."""
         return self.kernel(x, self.weight, self.bias, self.eps)
-
-
-class Swiglu(MegatronModule):
-    """Gated activation of a fused gate-and-up projection.
-
-    A module of Megatron's, because its MLP asks every child for a sharded state.
-    """
-
-    def __init__(self, config: TransformerConfig, kernels: KernelTable, remade: bool = False) -> None:
-        super().__init__(config)
-        self.remade = remade
-        """Whether a linear makes the output again in its backward pass."""
-        self.kernel = kernels.resolve("swiglu", dtype=config.params_dtype)
-
-    def forward(self, gate_up: Tensor) -> Tensor:
-        """Return ``silu(gate) * up``: ``[..., 2 F]`` to ``[..., F]``."""
-        output = self.kernel(gate_up)
-        return can_be_made(output, self.kernel, gate_up) if self.remade else output
 
 
 class CoreAttention(nn.Module):

@@ -27,7 +27,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from anygauge.engines.megatron.conversion.sharded_experts import sharded_experts
-from anygauge.engines.megatron.layers.modules import PackedSequences, Swiglu
+from anygauge.engines.megatron.layers.activation import GatedActivation
+from anygauge.engines.megatron.layers.modules import PackedSequences
 from anygauge.engines.megatron.weights.sharding import global_expert
 from anygauge.kernels.reference import expert_weights
 from anygauge.kernels.table import KernelTable
@@ -102,7 +103,7 @@ class GroupedExperts(MegatronModule):
         super().__init__(config)
         hidden, width = config.hidden_size, config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
         self.linear_fc1 = GroupedLinear(num_local_experts, hidden, 2 * width, 0, config, kernels)
-        self.activation_func = Swiglu(config, kernels)
+        self.activation_func = GatedActivation(config, kernels)
         self.linear_fc2 = GroupedLinear(num_local_experts, width, hidden, 1, config, kernels)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:

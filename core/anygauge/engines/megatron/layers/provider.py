@@ -10,9 +10,10 @@ from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from anygauge.engines.megatron.layers.activation import GatedActivation
 from anygauge.engines.megatron.layers.gated_delta import DeltaRule, GatedNorm
 from anygauge.engines.megatron.layers.linear import ColumnLinear, RowLinear
-from anygauge.engines.megatron.layers.modules import CoreAttention, LayerNorm, RmsNorm, Swiglu
+from anygauge.engines.megatron.layers.modules import CoreAttention, LayerNorm, RmsNorm
 from anygauge.engines.megatron.layers.moe import Dispatcher, GroupedExperts, Router
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import PluginError
@@ -59,7 +60,7 @@ class SpecProvider:
 
     def gated_activation(self) -> ModuleSpec:
         """Return the builder of the gated activation."""
-        return ModuleSpec(module=Swiglu, params={"kernels": self.kernels, "remade": self.remakes})
+        return ModuleSpec(module=GatedActivation, params={"kernels": self.kernels, "remade": self.remakes})
 
     def delta_rule(self) -> ModuleSpec:
         """Return the builder of the convolution and the recurrence of a gated delta net."""

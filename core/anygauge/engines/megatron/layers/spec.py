@@ -31,17 +31,24 @@ __all__ = ["decoder_spec", "first_stage_depth", "layer_spec", "stage_layers"]
 # Attention
 # -------------------------------------------------------------------------
 
-AttentionSpec = Callable[[SpecProvider, TransformerConfig], ModuleSpec]
-"""Returns the module spec of a layer's attention."""
+AttentionSpec = Callable[..., ModuleSpec]
+"""Returns the module spec of a layer's attention, from provider, config and its window."""
 
 
 def self_attention(
-    provider: SpecProvider, config: TransformerConfig, module: type = SelfAttention
+    provider: SpecProvider,
+    config: TransformerConfig,
+    module: type = SelfAttention,
+    window: int | None = None,
 ) -> ModuleSpec:
-    """Return attention with grouped queries; queries and keys are normalised where the config says so."""
+    """Return attention with grouped queries; queries and keys are normalised where the config says so.
+
+    :param window: How many of the last tokens a token sees; ``None`` for all.
+    """
+    core = provider.core_attention()
     submodules = SelfAttentionSubmodules(
         linear_qkv=provider.column_parallel_linear(),
-        core_attention=provider.core_attention(),
+        core_attention=core if window is None else partial(core, window=window),
         linear_proj=provider.row_parallel_linear(),
         q_layernorm=provider.norm() if config.qk_layernorm else None,
         k_layernorm=provider.norm() if config.qk_layernorm else None,
@@ -118,13 +125,15 @@ def layer_spec(provider: SpecProvider, kind: LayerKind, config: TransformerConfi
     mlp, mlp_norm = _MLP[kind.mlp]
     layer = DecoderLayerSubmodules(
         input_layernorm=provider.norm(),
-        self_attention=attention(provider, config),
+        self_attention=attention(
+            provider, config, **({} if kind.window is None else {"window": kind.window})
+        ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=provider.norm(),
         mlp=mlp(provider),
         mlp_bda=get_bias_dropout_add,
         post_norm=provider.norm() if kind.post_norms else None,
-        has_rotary=kind.rotary,
+        rotary=kind.rotary,
         sharded_state_dict_keys_map={"input_layernorm.": attention_norm, "pre_mlp_layernorm.": mlp_norm},
     )
     return ModuleSpec(module=DecoderLayer, submodules=layer)
