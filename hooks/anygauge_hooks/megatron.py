@@ -61,7 +61,7 @@ REDIRECTED: Final = (
 )
 """Functions of CUDA, by name, that a :class:`ScopeMap` stands in for."""
 
-Transform = Literal["copy", "concat", "interleave"]
+Transform = Literal["copy", "concat", "interleave", "alternate"]
 """How Hugging Face tensors become one canonical tensor:
 
 ``copy``
@@ -71,6 +71,8 @@ Transform = Literal["copy", "concat", "interleave"]
 ``interleave``
     Each is cut into ``groups`` equal parts along dimension 0, and the parts are put group by group: with
     ``q, k, v`` projections, a group's queries, its key, its value.
+``alternate``
+    One tensor, in which rows of gate and of up take turns, becomes gate above up. ``sections`` are the two.
 """
 
 

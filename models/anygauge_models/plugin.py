@@ -21,6 +21,7 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.glm4v.spec import GLM4V, GLM46V
     from anygauge_models.glm4v_moe import GLM4V_MOE
     from anygauge_models.glm_omni.spec import GLM_OMNI
+    from anygauge_models.gpt_oss import GPT_OSS
     from anygauge_models.llama import LLAMA
     from anygauge_models.mistral import MISTRAL
     from anygauge_models.phi3 import PHI3
@@ -38,4 +39,4 @@ def register_models() -> list[ModelSpec]:
 
     glm = [GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
     qwen = [QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
-    return [DEEPSEEK_V3, GEMMA3, *glm, LLAMA, MISTRAL, PHI3, *qwen, SEED_OSS, SMOLLM3]
+    return [DEEPSEEK_V3, GEMMA3, *glm, GPT_OSS, LLAMA, MISTRAL, PHI3, *qwen, SEED_OSS, SMOLLM3]

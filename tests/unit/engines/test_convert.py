@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,10 +30,10 @@ from anygauge.engines.megatron.conversion import convert as conversion
 from anygauge.engines.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from anygauge.engines.megatron.conversion.dist_checkpoint import DistReader
 from anygauge.engines.megatron.weights.mapping import model_rules
+from anygauge.engines.megatron.weights.stacks import straight
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.errors import CheckpointError, UnknownNameError, WeightMappingError
-from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
 
 FAMILIES: dict[str, ModelSpec] = load_plugins().named("register_models")
@@ -61,9 +62,14 @@ def family_directory(spec: ModelSpec, directory: Path) -> Path:
         )
         for name, each in load_file(directory / "model.safetensors").items()
     }
-    if any(rule.transposed for rule in megatron_model(spec).weight_rules(hf)):
-        stacks = [name for name in tensors if ".experts." in name]
-        tensors |= {name: tensors[name].mT.contiguous() for name in stacks}  # as it is published
+    source: Any = SimpleNamespace(shape=lambda name: tuple(tensors[name].shape))
+    turned = {
+        name
+        for rule in model_rules(spec, hf)
+        for name in rule.hf
+        if rule.declared.transposed and straight(source, rule).shape(name) == source.shape(name)
+    }
+    tensors |= {name: tensors[name].mT.contiguous() for name in turned}  # as it is published
     tensors |= {f"{prefix}extra": torch.zeros(1) for prefix in spec.unused_weights(hf)}
     (directory / "config.json").write_text(json.dumps(hf))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -38,6 +38,7 @@ from anygauge.engines.megatron.weights.mapping import (
 )
 from anygauge.engines.megatron.weights.shapes import shape_problem
 from anygauge.engines.megatron.weights.sharding import ShardPosition, hf_ranges, local_shape, ranks_of_group
+from anygauge.engines.megatron.weights.stacks import straight
 from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.megatron import megatron_model
@@ -66,17 +67,19 @@ def built_shapes(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes that transformers has, by the names in checkpoints without the layers' numbers.
 
     Text models beside a vision tower are published under a longer prefix and with their experts in stacks, as
-    transformers has them in memory; all others with one tensor for each expert.
+    transformers has them in memory, and so are experts with biases; all others have a tensor for each expert.
     """
     config = AutoConfig.for_model(**hf.get("text_config", hf) | {"num_hidden_layers": BUILT})
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(config).state_dict()
     shapes: dict[str, tuple[int, ...]] = {}
+    has_stacks = "text_config" in hf or any(name.endswith(".gate_up_proj_bias") for name in state)
     for name, tensor in state.items():
         each = {name: tuple(tensor.shape)}
         if "text_config" in hf:
             each = {re.sub(r"^model\.", "model.language_model.", name): tuple(tensor.shape)}
-        elif found := re.fullmatch(r"(.*\.experts\.)(gate_up_proj|down_proj)", name):
+        found = re.fullmatch(r"(.*\.experts\.)(gate_up_proj|down_proj)", name)
+        if found and not has_stacks:
             each = single_experts(found[1], found[2], tuple(tensor.shape))
         shapes |= {_without_layer(key): shape for key, shape in each.items()}
     return shapes
@@ -124,16 +127,21 @@ def published() -> Callable[[str], Published]:
             built = built_shapes(hf)
             whole = {name: built[_without_layer(name)] for rule in rules for name in rule.hf}
             assert {_without_layer(name) for name in whole} == built.keys() - tied(hf)
+            source: Any = SimpleNamespace(shape=whole.__getitem__)
             canonical = {
-                rule.canonical: canonical_shape(rule, [whole[name] for name in rule.hf]) for rule in rules
+                rule.canonical: canonical_shape(
+                    rule, [straight(source, rule).shape(name) for name in rule.hf]
+                )
+                for rule in rules
             }
             fields = megatron_model(load_plugins().model(hf["architectures"])).transformer_config(hf)
             assert [rule for rule in rules if shape_problem(rule, canonical[rule.canonical], fields)] == []
             for rule in rules:
                 shape = canonical[rule.canonical]
                 assert shape_problem(rule, (*shape, 1), fields)
-                # The length of a bias of queries, keys and values is in the rule.
-                assert rule.canonical.endswith("qkv.bias") or shape_problem(rule, (*shape[:-1], 7), fields)
+                # The length of a bias of queries, keys and values, or of gate and up, is in the rule.
+                is_bias = re.search(r"(qkv\.bias|fc1\.bias\d+)$", rule.canonical)
+                assert is_bias or shape_problem(rule, (*shape[:-1], 7), fields)
             known[model] = Published(hf, rules, whole, canonical, by_layer(rules))
         return known[model]
 

@@ -22,7 +22,7 @@ SHAPES = frozenset(
         *("moe_intermediate_size", "shared_expert_intermediate_size", "n_routed_experts", "num_experts"),
         *("num_experts_per_tok", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
         *("v_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
-        *("linear_value_head_dim", "linear_conv_kernel_dim"),
+        *("linear_value_head_dim", "linear_conv_kernel_dim", "num_local_experts"),
     }
 )
 """Keys without which a directory is damaged."""

@@ -263,7 +263,7 @@ def test_flops_of_a_token_are_two_per_weight_that_it_meets(family: str) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf))
     met = hf["vocab_size"] * hf["hidden_size"] + STATES.get(family, 0)
     for name, weight in model.named_parameters():
-        if weight.dim() > 1 and not re.search("embed_tokens|lm_head", name):
+        if weight.dim() > 1 and not re.search("embed_tokens|lm_head|bias$", name):
             share = hf["num_experts_per_tok"] / weight.shape[0] if ".experts." in name else 1
             met += weight.numel() * share
     assert spec.flops_per_token(hf, 0) == 2 * met
@@ -339,6 +339,7 @@ HEADS = {
     "deepseek_v3": 3 * 4 * (32 + 16),
     "glm4_moe_lite": 3 * 4 * (32 + 32),
     "gemma3": (0.1 + 1) * 4 * (32 + 32),
+    "gpt_oss": (0.1 + 1) * 4 * (32 + 32),
     "qwen3_5": 1 * 4 * (32 + 32),
     "qwen3_5_moe": 1 * 4 * (32 + 32),
 }
@@ -358,6 +359,9 @@ def test_flops_of_the_scores_are_those_of_half_a_square(family: str) -> None:
 
 
 REFUSED = [
+    ("gpt_oss", "attention_bias", False),
+    ("gpt_oss", "swiglu_alpha", 1.5),
+    ("gpt_oss", "num_experts_per_tok", 1),
     ("gemma3", "hidden_activation", "gelu"),
     ("gemma3", "attn_logit_softcapping", 50.0),
     ("gemma3", "use_bidirectional_attention", True),

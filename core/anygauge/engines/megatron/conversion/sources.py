@@ -103,7 +103,7 @@ class _HuggingFace:
             reader(name) if not rule.is_stacked else straight(reader, rule).read(name, (rule.expert or 0,))
             for name in rule.hf
         ]
-        if rule.declared.transform == "interleave":
+        if rule.declared.transform in ("interleave", "alternate"):
             return [to_canonical(rule.declared, tensors)]
         return tensors
 

@@ -64,26 +64,38 @@ class GroupedLinear(nn.Module):
             config.init_method(self.weight)
         # Without the mark the gradient norm would count rank 0 of the tensor-parallel group alone.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=split_dim + 1, stride=1)
-        # Megatron sums the gradients of parameters with this mark over the ranks that hold the same experts.
-        self.weight.allreduce = not _has_own_ranks(config)  # type: ignore[attr-defined]
+        self.bias: nn.Parameter | None = None
+        if config.add_bias_linear:  # Megatron refuses it where ranks divide an expert
+            self.bias = nn.Parameter(torch.zeros(shape[:2], dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=1, stride=1)
+        for parameter in self.parameters():
+            # Megatron sums gradients with this mark over the ranks that hold the same experts.
+            parameter.allreduce = not _has_own_ranks(config)  # type: ignore[attr-defined]
         self.kernel = kernels.resolve("grouped_matmul", dtype=config.params_dtype)
 
     def canonical_tensors(self) -> dict[str, Tensor]:
-        """Return a view of each expert's weight, under Transformer Engine's name with its global index."""
+        """Return views of each expert's tensors, under Transformer Engine's names with its global index."""
         held = len(self.weight)
         return {
-            f"weight{global_expert(local, self.expert_rank, held)}": part
-            for local, part in enumerate(self.weight.detach())
+            f"{name}{global_expert(local, self.expert_rank, held)}": part
+            for name, parameter in self.named_parameters(recurse=False)
+            for local, part in enumerate(parameter.detach())
         }
 
-    def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Multiply tokens that are sorted by expert.
+    def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor | None = None) -> Tensor:
+        """Multiply tokens that are sorted by expert, and add the bias of their expert, if there is one.
 
         :param x: ``[T, in]``.
         :param tokens_per_expert: ``[E]``, int64.
+        :param probs: ``[T]``, factors of the biases; ``None`` for 1.
         :returns: ``[T, out]``.
         """
-        return self.kernel(x, self.weight, tokens_per_expert)
+        output: Tensor = self.kernel(x, self.weight, tokens_per_expert)
+        if self.bias is None:
+            return output
+        counts = tokens_per_expert.to(x.device)
+        biases = self.bias.repeat_interleave(counts, 0, output_size=len(x))
+        return output + (biases if probs is None else biases * probs.unsqueeze(-1)).to(output.dtype)
 
 
 def _has_own_ranks(config: TransformerConfig) -> bool:
@@ -116,7 +128,7 @@ class GroupedExperts(MegatronModule):
         """
         inner = self.activation_func(self.linear_fc1(x, tokens_per_expert))
         weighted = (inner * probs.unsqueeze(-1)).to(inner.dtype)
-        return self.linear_fc2(weighted, tokens_per_expert), None
+        return self.linear_fc2(weighted, tokens_per_expert, probs), None
 
     def sharded_state_dict(
         self,
@@ -125,12 +137,19 @@ class GroupedExperts(MegatronModule):
         metadata: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return these experts for Megatron's dist-checkpoints, with gate and up projections separated."""
-        forms = ((self.linear_fc1, "linear_fc1", 1, 2), (self.linear_fc2, "linear_fc2", 2, 1))
+        forms = (
+            ("linear_fc1.weight", 1, 2),
+            ("linear_fc1.bias", 1, 2),
+            ("linear_fc2.weight", 2, 1),
+            ("linear_fc2.bias", 1, 1),
+        )
+        tensors = dict(self.named_parameters())
         return {
-            f"{prefix}{name}.weight": sharded_experts(
-                f"{prefix}experts.{name}.weight", linear.weight, dim, parts, sharded_offsets
+            f"{prefix}{name}": sharded_experts(
+                f"{prefix}experts.{name}", tensors[name], dim, parts, sharded_offsets
             )
-            for linear, name, dim, parts in forms
+            for name, dim, parts in forms
+            if name in tensors
         }
 
 

@@ -216,6 +216,8 @@ def to_canonical(rule: WeightRule, tensors: Sequence[Tensor], ways: int = 1, dim
         ]
         rows = torch.cat([part.unflatten(dim, (groups, -1)) for part in parts], dim + 1)
         return rows.flatten(dim, dim + 1)
+    if rule.transform == "alternate":
+        return tensors[0].unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
     return torch.cat(list(tensors), dim) if rule.transform == "concat" else tensors[0]
 
 
@@ -231,6 +233,8 @@ def from_canonical(rule: WeightRule, tensor: Tensor) -> list[Tensor]:
         rows = iter(part.flatten(0, 1) for part in parts)
         joined = [[next(rows) for _ in part] for part in rule.sections]
         return [each[0].contiguous() if len(each) == 1 else torch.cat(each) for each in joined]
+    if rule.transform == "alternate":
+        return [tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)]
     if rule.transform == "concat":
         return [part.contiguous() for part in tensor.split([sum(part) for part in rule.sections])]
     return [tensor]

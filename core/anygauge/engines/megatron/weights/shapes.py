@@ -16,7 +16,7 @@ __all__ = ["shape_problem"]
 Fields = Mapping[str, Any]
 _PLACE = re.compile(r"decoder\.(layers\.\d+\.)?|(?=embedding\.)|(?=output_layer\.)")
 """Prefix of a tensor's name inside a layer."""
-_EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)\d+")
+_EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.(?:weight|bias))\d+")
 
 
 _HIDDEN, _ANY_ROWS = ("hidden_size",), (None, "hidden_size")
@@ -33,7 +33,9 @@ _SHAPES: Mapping[str, Sequence[str | int | None]] = {
     "self_attention.linear_qkv.bias": (None,),
     "self_attention.q_layernorm.weight": ("kv_channels",),
     "self_attention.k_layernorm.weight": ("kv_channels",),
+    "self_attention.core_attention.softmax_offset": ("num_attention_heads",),
     "self_attention.linear_proj.weight": ("hidden_size", "values"),
+    "self_attention.linear_proj.bias": _HIDDEN,
     "self_attention.linear_q_proj.weight": ("latent_queries", "hidden_size"),
     "self_attention.linear_q_down_proj.weight": ("q_lora_rank", "hidden_size"),
     "self_attention.linear_q_up_proj.layer_norm_weight": ("q_lora_rank",),
@@ -52,9 +54,12 @@ _SHAPES: Mapping[str, Sequence[str | int | None]] = {
     "mlp.linear_fc1.weight": _ANY_ROWS,
     "mlp.linear_fc2.weight": ("hidden_size", "ffn_hidden_size"),
     "mlp.router.weight": ("num_moe_experts", "hidden_size"),
+    "mlp.router.bias": ("num_moe_experts",),
     "mlp.router.expert_bias": ("num_moe_experts",),
     "mlp.experts.linear_fc1.weight": _ANY_ROWS,
+    "mlp.experts.linear_fc1.bias": (None,),
     "mlp.experts.linear_fc2.weight": ("hidden_size", "moe_ffn_hidden_size"),
+    "mlp.experts.linear_fc2.bias": _HIDDEN,
     "mlp.shared_experts.linear_fc1.weight": _ANY_ROWS,
     "mlp.shared_experts.linear_fc2.weight": ("hidden_size", "moe_shared_expert_intermediate_size"),
     "mlp.shared_experts.gate_weight": (1, "hidden_size"),

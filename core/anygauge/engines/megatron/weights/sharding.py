@@ -116,7 +116,8 @@ def hf_ranges(rule: WeightRule, number: int, size: int, ways: int, index: int) -
     if rule.pads_vocab:
         rows = padded_vocab(size, ways) // ways
         return [(min(index * rows, size), min((index + 1) * rows, size))]
-    parts = part_sizes(rule, number, size)
+    # Where gate and up take turns, a rank's rows of both are one stretch.
+    parts = (size,) if rule.transform == "alternate" else part_sizes(rule, number, size)
     starts = accumulate(parts, initial=0)
     return [
         (start + part * index // ways, start + part * (index + 1) // ways)
