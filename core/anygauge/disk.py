@@ -27,6 +27,7 @@ __all__ = [
     "read_json",
     "remove",
     "remove_abandoned",
+    "replace_file",
     "stream_to_disk",
     "tree_to_disk",
     "why_impossible",
@@ -82,6 +83,16 @@ def write_file(path: Path, content: bytes) -> None:
     with path.open("wb") as stream:
         stream.write(content)
         stream_to_disk(stream)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file in one piece: a reader sees the old one or the new one."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8", errors="replace")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def stream_to_disk(stream: IO[bytes]) -> None:

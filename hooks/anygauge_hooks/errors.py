@@ -252,6 +252,6 @@ class PlacementError(AnygaugeError, RuntimeError):
 
 
 class HealthError(AnygaugeError, RuntimeError):
-    """A number of a step is beyond the limit at which ``[health]`` stops the run."""
+    """A health rule has ended the run."""
 
     code = "AG801"

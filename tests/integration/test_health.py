@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anygauge.config.load import load_config
-from anygauge.observability.health import HEALTH_FILE, read_events
+from anygauge.health.record import Health, read_health
 from anygauge.plugins import load_plugins
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
@@ -77,12 +77,18 @@ def differences(directory: Path) -> list[float]:
     return [row["health/logprob_abs_diff"] for row in rows if "health/logprob_abs_diff" in row]
 
 
+def health(directory: Path) -> Health:
+    found = read_health(directory)
+    assert found is not None
+    return found
+
+
 def test_engines_that_agree(run: Run, tmp_path: Path) -> None:
     run()
     found = differences(tmp_path / "run")
     assert len(found) == 2
     assert max(found) < 1e-5
-    assert not (tmp_path / "run" / HEALTH_FILE).exists()
+    assert (health(tmp_path / "run").step, health(tmp_path / "run").status) == (2, "ok")
 
 
 def test_an_engine_with_another_model_stops_the_run_before_anything_is_learnt(
@@ -97,6 +103,7 @@ def test_an_engine_with_another_model_stops_the_run_before_anything_is_learnt(
     assert not list((directory / "checkpoints").glob("step-*"))
     report = (directory / "report.html").read_text()
     assert report.count("Step 1: trainer and rollout engine disagree") == 2  # what ended it, and its health
+    assert "Stopped by the rule logprob_abs_diff after step 1." in report
     assert json.loads((directory / "run.json").read_text())["parts"][-1]["outcome"] == "failed"
 
 
@@ -120,8 +127,27 @@ def test_tokens_of_older_weights_do_not_count(
 ) -> None:
     run(rollout__after_sample=[f"{MODULE}:off_and_stale"])
     assert differences(tmp_path / "run") == pytest.approx([5e-4, 5e-4], rel=0.01)
-    events, _ = read_events(tmp_path / "run")
-    assert [(event.step, event.level) for event in events] == [(1, "warning"), (2, "warning")]
+    firing = health(tmp_path / "run").firing
+    assert [(rule.rule, rule.since, rule.steps) for rule in firing] == [
+        *[("logprob_abs_diff", 1, 2), ("stale_weights", 2, 1)]
+    ]
     warned = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert [text for text in warned if "disagree" in text] == [events[0].text]
+    assert [text for text in warned if text.startswith("Step ")] == [rule.text for rule in firing]
     assert "Step 1: trainer and rollout engine disagree" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_run_ends_on_a_rule_that_it_names_and_goes_on_without_it(run: Run, tmp_path: Path) -> None:
+    """An untrained model whose every answer is cut off and wrong: all groups have equal rewards."""
+    keys = {"run__steps": 12, "train__optimizer_steps": 1, "reward__function": "exact_match"}
+    with pytest.raises(HealthError, match=r"^Step 10: 100 % of the generated groups teach nothing") as raised:
+        run(**keys, run__stop_on=["no_signal"])
+    assert "run.stop_on names no_signal" in str(raised.value)
+    ended = health(tmp_path / "run")
+    assert (ended.step, ended.status, ended.stopped_by) == (10, "stopped", "no_signal")
+    assert {rule.rule: rule.since for rule in ended.firing} == {"no_signal": 10, "truncation": 10}
+    assert "Stopped by the rule no_signal after step 10." in (tmp_path / "run" / "report.html").read_text()
+    info = run(**keys, run__resume=True)
+    assert info.step == 12
+    resumed = health(tmp_path / "run")
+    assert (resumed.step, resumed.status, resumed.stopped_by) == (12, "warning", None)
+    assert {rule.rule: rule.since for rule in resumed.firing} == {"no_signal": 10, "truncation": 10}

@@ -54,6 +54,11 @@ def test_the_page_of_config_keys_is_current_and_links_to_pages() -> None:
     assert all((ROOT / "docs" / f"{page}.md").exists() for page in PAGES.values())
 
 
+def test_the_table_of_health_rules_is_current() -> None:
+    script = runpy.run_path(str(ROOT / "bench/health_page.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), "run bench/health_page.py"
+
+
 def test_the_pages_of_other_projects_are_current() -> None:
     script = runpy.run_path(str(ROOT / "bench/migrate_pages.py"))
     for name, folder in ((name, script["FOLDER"]) for name in script["PROJECTS"]):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import Config
 from anygauge.disk import parse_toml
+from anygauge.health.record import HEALTH_FILE, Health, read_health
 from anygauge_hooks.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -87,11 +88,7 @@ class RunView:
 
         Example: ``[{"step": 1, "rollout/raw_reward": 0.25, ...}]``
         """
-        rows: dict[int, dict[str, Any]] = {}
-        for name, series in self._files().metrics.series.items():
-            for step, value in zip(series.steps, series.values, strict=True):
-                rows.setdefault(step, {"step": step})[name] = value
-        return [rows[step] for step in sorted(rows)]
+        return self._files().metrics.rows()
 
     @property
     def metrics(self) -> Any:
@@ -119,6 +116,21 @@ class RunView:
         """
         steps = self._files().samples
         return [{"step": step, **sample} for step, samples in steps.items() for sample in samples]
+
+    @property
+    def health(self) -> Health | None:
+        """State of the health rules after the last step; ``None`` before the first one.
+
+        Example: ``[rule.rule for rule in run.health.firing] == ["truncation"]``
+
+        :raises CheckpointError: ``health.json`` cannot be read.
+        """
+        try:
+            return read_health(self.directory)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.directory / HEALTH_FILE} cannot be read: {error}.", hint="Delete the file."
+            ) from error
 
     @property
     def checkpoint(self) -> Path | None:

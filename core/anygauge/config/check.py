@@ -253,7 +253,7 @@ RULES = (
     Check(_task, ("run.task",)),
     Check(_resume, ("run.resume", "run.overwrite")),
     Check(debug_rule, ("debug", "run.task")),
-    Check(health_rule, ("health", "train.dtype", "rollout.dtype")),
+    Check(health_rule, ("health", "run.stop_on", "train.dtype", "rollout.dtype")),
     Check(
         media_rule,
         (

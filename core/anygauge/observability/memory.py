@@ -16,15 +16,15 @@ __all__ = ["driver_memory", "memory_metrics", "resident_bytes", "worker_memory"]
 GIB = float(1 << 30)
 STATM = Path("/proc/self/statm")
 
-METERS: Mapping[str, tuple[str, Callable[[list[float]], float]]] = {
-    "utilization": ("perf/device_utilization", fmean),
-    "power": ("perf/device_power_w", fmean),
-    "temperature": ("perf/device_temperature_c", max),
-    "clock": ("perf/device_clock_mhz", min),
-    "power_capped": ("perf/device_power_capped", max),
-    "thermal_slowed": ("perf/device_thermal_slowed", max),
+METERS: Mapping[str, Mapping[str, Callable[[list[float]], float]]] = {
+    "utilization": {"perf/device_utilization": fmean, "perf/device_utilization_min": min},
+    "power": {"perf/device_power_w": fmean},
+    "temperature": {"perf/device_temperature_c": max},
+    "clock": {"perf/device_clock_mhz": min},
+    "power_capped": {"perf/device_power_capped": max},
+    "thermal_slowed": {"perf/device_thermal_slowed": max},
 }
-"""Name of the metric, and what is told of all devices, by what :meth:`Device.meters` calls it."""
+"""Names of the metrics, and what is told of all devices, by what :meth:`Device.meters` calls it."""
 
 
 def worker_memory(device: Device) -> dict[str, float]:
@@ -46,7 +46,10 @@ def memory_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = {"rss": "perf/worker_rss_gib", "device": "perf/device_memory_gib"}
     memory = {name: max(values) / GIB for key, name in names.items() if (values := _of_all(reports, key))}
     meters = {
-        name: float(of(values)) for key, (name, of) in METERS.items() if (values := _of_all(reports, key))
+        name: float(of(values))
+        for key, metrics in METERS.items()
+        if (values := _of_all(reports, key))
+        for name, of in metrics.items()
     }
     return memory | meters
 

@@ -17,8 +17,9 @@ __all__ = ["LANGUAGE", "StepWork", "WorkerReport", "performance_metrics"]
 
 WorkerReport = Mapping[str, Mapping[str, float]]
 """Report of one worker for one step: ``seconds`` by phase; ``memory`` in bytes, from
-:func:`~anygauge.observability.memory.worker_memory`; and from a training worker the ``passes`` of
-``log_probs``, the number of forward passes over all samples that the policy's engine made in that phase."""
+:func:`~anygauge.observability.memory.worker_memory`; from a training worker the ``passes`` of
+``log_probs``, the number of forward passes over all samples that the policy's engine made in that phase; and
+where servers generate, the number of ``servers`` that were ``idle``."""
 
 NAMES = {"generate": "rollout", "weight_sync": "update_weights"}
 """Phases of workers that have another name among the metrics."""
@@ -145,7 +146,13 @@ def performance_metrics(
         **_operations(work, reports, seconds),
         **_waiting(seconds, wall_s),
         **memory_metrics([report.get("memory", {}) for report in reports]),
+        **_idle_servers(reports),
     }
+
+
+def _idle_servers(reports: Sequence[WorkerReport]) -> dict[str, float]:
+    counts = [report["servers"]["idle"] for report in reports if "servers" in report]
+    return {"perf/idle_servers": sum(counts)} if counts else {}
 
 
 def _deprecated(seconds: Mapping[str, float]) -> dict[str, float]:

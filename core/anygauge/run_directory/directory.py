@@ -20,7 +20,7 @@ from anygauge.config.load import write_resolved
 from anygauge.config.rules.file import INPUTS
 from anygauge.disk import ABANDONED, free_name
 from anygauge.failures import on_failure
-from anygauge.observability.health import HEALTH_FILE
+from anygauge.health.record import HEALTH_FILE
 from anygauge.observability.report.run_files import ENVIRONMENT_FILE
 from anygauge.run_directory.checkpoint_reader import Checkpoint, latest_checkpoint
 from anygauge.run_directory.resume import apply_changes, is_changed, set_aside
@@ -40,7 +40,8 @@ LOGS_BEFORE = "logs.before"
 """Logs of the run that is about to be overwritten."""
 OWN = (
     *(*MARKS, "config.until-step-*.toml", "capabilities.json", "run.json", "report.html", ".run.json.*"),
-    *(".report.html.*", "metrics.jsonl", "samples.jsonl", HEALTH_FILE, "*.superseded.jsonl", LOGS),
+    *(".report.html.*", "metrics.jsonl", "samples.jsonl", "*.superseded.jsonl", LOGS),
+    *(f"{HEALTH_FILE}*", f".{HEALTH_FILE}.*"),  # with the health.jsonl of earlier versions
     *("checkpoints", "dumps", "hf", "hf-step-*", "tensorboard", "wandb", ".shared-*", *ABANDONED),
     f"{LOGS_BEFORE}*",
 )

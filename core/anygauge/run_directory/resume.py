@@ -26,8 +26,17 @@ logger = logging.getLogger(__name__)
 
 HARMLESS = (
     *("run.name", "run.directory", "run.steps", "run.overwrite", "run.resume", "run.trackers"),
-    *("run.tracker_options", "run.report", "run.progress", "run.timeout_s", "hub", "eval", "save", "cluster"),
-    *("data.cache", "debug", "health", "placement.launcher", "train.replica_check_every"),
+    *("run.tracker_options", "run.report", "run.progress", "run.timeout_s", "run.stop_on", "hub"),
+    *(
+        "eval",
+        "save",
+        "cluster",
+        "data.cache",
+        "debug",
+        "health",
+        "placement.launcher",
+        "train.replica_check_every",
+    ),
     *("placement.start_timeout_s", "reward.num_workers", "reward.concurrency", "reward.timeout_s"),
     *("reward.memory_gib", "reward.max_failed_ratio", "rollout.client", "weight_sync", "train.lora.export"),
     "train.loss_memory_gib",

@@ -180,6 +180,10 @@ class EnginePool:
             for name, engine in self._engines.items()
         }
 
+    def take_idle(self) -> list[str]:
+        """Return the engines that got no request since the last call; encoders get none."""
+        return [*self._balancer.take_idle(), *self._prefill_balancer.take_idle()]
+
     @property
     def waiting(self) -> int:
         """Return how many requests wait for an engine with room."""

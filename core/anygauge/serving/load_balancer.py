@@ -78,6 +78,8 @@ class LoadBalancer:
         self._ranks = 0
         self._serials = itertools.count()
         self._homes: OrderedDict[str, _Rank] = OrderedDict()
+        self._busy: set[str] = set()
+        """Engines with a request since :meth:`take_idle` was last called."""
 
     # ---- engines ----
 
@@ -114,6 +116,14 @@ class LoadBalancer:
             for engine, ranks in self._engines.items()
         }
 
+    def take_idle(self) -> list[str]:
+        """Return the engines that had no request since the last call."""
+        idle = [engine for engine in self._engines if engine not in self._busy]
+        self._busy = {
+            engine for engine, ranks in self._engines.items() if any(each.requests for each in ranks)
+        }
+        return idle
+
     # ---- requests ----
 
     def take(
@@ -137,6 +147,7 @@ class LoadBalancer:
         tokens = prompt_tokens + self._response(max_new_tokens)
         names = [name for name in (session, group) if name is not None]
         rank = self._at_home(names, least, tokens, avoid) if names else least
+        self._busy.add(rank.engine)
         rank.requests += 1
         rank.tokens += tokens
         self._changed(rank)

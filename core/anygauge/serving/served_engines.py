@@ -114,7 +114,8 @@ class ServedEngines:
     def reports(self) -> Sequence[Mapping[str, Any]]:
         """Return and reset the reports of the servers' workers, and the time spent waiting for samples."""
         seconds, self._seconds = self._seconds, 0.0
-        return [*self._servers.reports(), {"seconds": {"generate": seconds}, "memory": {}}]
+        idle = {"idle": self._servers.take_idle()}
+        return [*self._servers.reports(), {"seconds": {"generate": seconds}, "memory": {}, "servers": idle}]
 
     def _repair(self) -> None:
         """Take servers back that were started again, with the weights that the others have."""

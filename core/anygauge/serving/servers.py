@@ -172,6 +172,10 @@ class Servers:
         with self._lock:
             return self._source.reports()
 
+    def take_idle(self) -> int:
+        """Return how many servers got no request since the last call."""
+        return self._loop.run(_take_idle(self.pools.values()))
+
     def describe(self) -> str:
         """Return how each server is, for an error."""
         return ", ".join(
@@ -212,6 +216,10 @@ async def _join(
             kind=plan.kind,
             state="paused" if plan.rank in behind else "serving",
         )
+
+
+async def _take_idle(pools: Iterable[EnginePool]) -> int:
+    return sum(len(pool.take_idle()) for pool in pools)
 
 
 async def _reports(pools: Iterable[EnginePool]) -> Mapping[str, EngineReport]:

@@ -137,7 +137,8 @@ def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> Non
     :param should_stop: Asked after each step, once observers and health rules have seen it.
     """
     config, total, first = loop.config, loop.config.run.steps, loop.info.step + 1
-    take_step, monitor = choose_step(config), HealthMonitor(config, Path(loop.info.directory))
+    take_step = choose_step(config)
+    monitor = HealthMonitor(config, Path(loop.info.directory), loop.info.step)
     loop.session.plugins.notify("before_train", run=loop.info)
     if not loop.info.step:
         evaluate(loop.session)

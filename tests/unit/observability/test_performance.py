@@ -160,6 +160,7 @@ def test_meters_of_all_devices_become_one_metric_each() -> None:
     ]
     assert memory_metrics(reports) == {
         "perf/device_utilization": 0.75,
+        "perf/device_utilization_min": 0.5,
         "perf/device_power_w": 650.0,
         "perf/device_temperature_c": 70.0,
         "perf/device_clock_mhz": 1500.0,

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from anygauge.cli import main
 from anygauge.config import Config
 from anygauge.config.load import write_resolved
+from anygauge.health.record import HEALTH_FILE, health_of, write_health
+from anygauge.health.rules import RULES, Limit
+from anygauge.health.watch import CALM, watch_rules
 from anygauge.observability.control_characters import visible
-from anygauge.observability.health import HealthEvent, append_event
 from anygauge.observability.report import REPORT_FILE, write_report
 from anygauge.observability.report.catalog import SECTIONS, SFT_SECTIONS
 from anygauge.observability.report.charts import COLOURS, MOST_POINTS
@@ -306,19 +308,32 @@ def test_headline_numbers_are_those_of_the_metrics(make_run: MakeRun) -> None:
     assert "Time of a step 2 s median of 40 steps" in text
 
 
-def test_health_rules_that_steps_broke_come_first_and_once_each(make_run: MakeRun) -> None:
+def test_health_comes_first_with_what_fires_what_was_over_and_every_rule(make_run: MakeRun) -> None:
     directory = make_run(rows(3))
-    assert "health" not in Page(write_report(directory)).ids()
-    for step, value in ((1, 0.2), (2, 0.25), (3, 0.2)):
-        text = f"Step {step}: <b>too far</b>."
-        event = HealthEvent(
-            step=step, level="warning", rule="logprob_abs_diff", value=value, limit=0.15, text=text
-        )
-        append_event(directory, event)
+    assert "health" not in Page(write_report(directory)).ids()  # of a version that had no health file
+    watch = watch_rules({rule.name: Limit(rule.limit, "<b>key</b>") for rule in RULES})
+    write_health(directory, health_of(watch, 1, []))
     page = Page(write_report(directory))
-    assert "health" in page.ids()
-    told = "warning: Step 1: <b>too far</b>. The same at 2 later steps, the last of them 3, at most by 0.25."
-    assert [text for tag, text in page.texts if "too far" in text and tag == "li"] == [told]
+    order = [attributes.get("id") for _, attributes in page.elements]
+    assert order.index("health") < order.index("summary")
+    assert "No warning after step 1: 0 of" in page.text()
+    nan, well = {"train/loss": math.nan}, {"train/loss": 1.0}
+    changes = [
+        change
+        for step, metrics in enumerate([nan, *[well] * CALM, nan], 1)
+        for change in watch.step(step, metrics)
+    ]
+    write_health(directory, health_of(watch, 7, changes))
+    page = Page(write_report(directory))
+    (told,) = [text for tag, text in page.texts if tag == "li" and "Step 7: 1 of loss" in text]
+    assert "above <b>key</b> = 0." in told
+    assert "1 of 1 rules fires after step 7: not_finite." in page.text()
+    assert "not_finite fired at step 1 and was over at step 6." in page.text()
+    assert "fires since step 7" in page.text()
+    write_health(directory, health_of(watch, 7, changes, "not_finite"))
+    assert "Stopped by the rule not_finite after step 7." in Page(write_report(directory)).text()
+    (directory / HEALTH_FILE).write_text("[]")
+    assert "health.json cannot be read." in Page(write_report(directory)).text()
 
 
 def test_the_phases_divide_the_step(make_run: MakeRun) -> None:

@@ -29,6 +29,7 @@ class Workers:
 MADE = (
     *("metrics.jsonl", "samples.jsonl", "metrics.superseded.jsonl", "config.until-step-4-2.toml"),
     *("capabilities.json", "run.json", "report.html", ".run.json.123", ".config.toml.new", "health.jsonl"),
+    *("health.json", ".health.json.7"),
 )
 
 

@@ -193,3 +193,15 @@ def test_what_is_out_of_date_does_not_pile_up() -> None:
         take(found)
         found.release(take(found))
     assert len(found._heap) <= 4 * 8 + 64
+
+
+def test_an_engine_is_idle_that_had_no_request_since_the_last_question() -> None:
+    found = dispatcher("a", "b")
+    assert found.take_idle() == ["a", "b"]
+    ticket = take(found)
+    assert ticket.engine == "a"
+    assert found.take_idle() == ["b"]
+    assert found.take_idle() == ["b"]  # a's request is still under way
+    found.release(ticket)
+    assert found.take_idle() == ["b"]  # it ended since
+    assert found.take_idle() == ["a", "b"]

@@ -1,7 +1,8 @@
-"""Limits by precision, and what is above them."""
+"""Limits by precision, what ends a run, and what the file and the log say."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from anygauge.config import Config
-from anygauge.observability.health import HEALTH_FILE, read_events
+from anygauge.health.record import HEALTH_FILE, Health, read_health
+from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
 from anygauge.trainer.health import HealthMonitor, health_metrics
 from anygauge_hooks.errors import HealthError
 
@@ -20,8 +22,18 @@ def config(**sections: Any) -> Config:
     return Config.model_validate(tree)
 
 
+def stops(*names: str) -> Config:
+    return config(run={"name": "t", "stop_on": names})
+
+
 def diff(value: float) -> dict[str, float]:
     return {"health/logprob_abs_diff": value}
+
+
+def health(directory: Path) -> Health:
+    found = read_health(directory)
+    assert found is not None
+    return found
 
 
 def test_only_tokens_of_the_weights_being_trained_are_a_measure() -> None:
@@ -30,46 +42,95 @@ def test_only_tokens_of_the_weights_being_trained_are_a_measure() -> None:
     assert health_metrics({"value_loss": 1.0}) == {}  # a step that trains the critic alone
 
 
-def test_the_terminal_is_warned_once_and_the_file_has_every_step(
+def test_the_terminal_is_warned_of_changes_and_the_file_has_every_rule(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "anygauge")
     monitor = HealthMonitor(config(), tmp_path)
-    for step, value in enumerate((5e-5, 2e-4, 3e-4, 5e-5, 9e-4), 1):
+    for step, value in enumerate((5e-5, 2e-4, 3e-4, 5e-4, *[5e-5] * 4), 1):
         monitor.check({"train/loss": 1.0, **diff(value)}, step)
-    monitor.check({"train/loss": 1.0}, 6)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert "Step 2" in caplog.text
-    assert "logprob_abs_diff_warning = 0.0001 (float32)" in caplog.text
-    events, broken = read_events(tmp_path)
-    assert broken == 0
-    assert [(event.step, event.level, event.value) for event in events] == [
-        *[(2, "warning", 2e-4), (3, "warning", 3e-4), (5, "warning", 9e-4)]
+    assert "logprob_abs_diff_warning = 0.0001 nats (float32)" in caplog.text
+    found = health(tmp_path)
+    assert (found.step, found.status, found.stopped_by) == (8, "warning", None)
+    (firing,) = found.firing
+    assert (firing.rule, firing.since, firing.steps, firing.value, firing.worst) == (
+        *("logprob_abs_diff", 2, 3, 5e-5, 5e-4),
+    )
+    assert firing.text == found.changes[-1].text
+    monitor.check(diff(5e-5), 9)
+    assert [(change.step, change.kind) for change in health(tmp_path).changes] == [
+        *[(2, "fires"), (4, "worsens"), (9, "clears")]
     ]
+    assert health(tmp_path).status == "ok"
+    states = {rule.rule: rule.state for rule in health(tmp_path).rules}
+    assert (states["not_finite"], states["truncation"]) == ("ok", "no data")
 
 
 @pytest.mark.parametrize("value", [1.1e-3, math.inf, math.nan])
-def test_what_is_above_the_limit_or_no_number_ends_the_run(tmp_path: Path, value: float) -> None:
-    with pytest.raises(HealthError, match=r"logprob_abs_diff_error = 0\.001") as raised:
+def test_what_is_above_the_limit_or_no_number_ends_the_run(
+    tmp_path: Path, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(HealthError, match=r"^Step 7: .*logprob_abs_diff_error = 0\.001 nats") as raised:
         HealthMonitor(config(), tmp_path).check(diff(value), 7)
     assert '"none"' in str(raised.value)
-    ((event,), _) = read_events(tmp_path)
-    assert (event.step, event.level) == (7, "error")
-    assert event.value == (value if math.isfinite(value) else None)
+    assert not caplog.records  # the error says it
+    found = health(tmp_path)
+    assert (found.step, found.status, found.stopped_by) == (7, "stopped", "logprob_abs_diff")
+    assert found.firing[0].value == (value if math.isfinite(value) else None)
+
+
+def test_a_rule_that_the_user_names_ends_the_run_and_no_other(tmp_path: Path) -> None:
+    bad = {"train/loss": math.nan, "rollout/lag/max": 3.0}
+    HealthMonitor(stops("truncation"), tmp_path).check(bad, 1)
+    with pytest.raises(HealthError, match=r"^Step 4: 1 of loss and gradient norm are not finite") as raised:
+        HealthMonitor(stops("truncation", "not_finite"), tmp_path).check(bad, 4)
+    assert "run.stop_on names not_finite" in str(raised.value)
+    found = health(tmp_path)
+    assert (found.status, found.stopped_by) == ("stopped", "not_finite")
+    assert {rule.rule for rule in found.firing} == {"not_finite", "stale_weights"}
 
 
 def test_limits_that_are_off(tmp_path: Path) -> None:
-    off = {"logprob_abs_diff_warning": None, "logprob_abs_diff_error": None}
-    HealthMonitor(config(health=off), tmp_path).check(diff(math.nan), 1)
-    assert not (tmp_path / HEALTH_FILE).exists()
+    off = {"logprob_abs_diff_warning": None, "logprob_abs_diff_error": None, "limits": {"not_finite": None}}
+    HealthMonitor(config(health=off), tmp_path).check({**diff(math.nan), "train/loss": math.nan}, 1)
+    found = health(tmp_path)
+    assert found.status == "ok"
+    assert {rule.rule for rule in found.rules if rule.state == "off"} == {"logprob_abs_diff", "not_finite"}
 
 
-def test_a_line_that_was_cut_short_is_counted(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_where_its_metrics_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that a rule which needs ten steps does not begin anew, and nothing is told twice."""
+    tracker, whole = JsonlTracker(tmp_path / METRICS_FILE), HealthMonitor(config(), tmp_path)
+    steps = [
+        {"rollout/truncated_ratio": 0.7, "train/loss": math.nan if step == 3 else 1.0} for step in range(12)
+    ]
+    for step, metrics in enumerate(steps, 1):
+        tracker.log(metrics, step=step)
+        whole.check(metrics, step)
+    tracker.close()
+    expected = (tmp_path / HEALTH_FILE).read_text()
+    told = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    resumed = HealthMonitor(config(), tmp_path, step=8)
+    assert not caplog.records
+    for step, metrics in enumerate(steps[8:], 9):
+        resumed.check(metrics, step)
+    assert (tmp_path / HEALTH_FILE).read_text() == expected
+    assert [record.getMessage() for record in caplog.records] == told[-2:]
+
+
+def test_the_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    assert read_health(tmp_path) is None
     HealthMonitor(config(), tmp_path).check(diff(2e-4), 1)
-    path = tmp_path / HEALTH_FILE
-    path.write_text(path.read_text() + '{"step": 2, "lev')
-    events, broken = read_events(tmp_path)
-    assert ([event.step for event in events], broken) == ([1], 1)
+    assert [path.name for path in tmp_path.iterdir()] == [HEALTH_FILE]
+    assert json.loads((tmp_path / HEALTH_FILE).read_text())["status"] == "warning"
+    (tmp_path / HEALTH_FILE).write_text('{"step": 2, "st')
+    with pytest.raises(ValueError, match="JSON"):
+        read_health(tmp_path)
 
 
 def test_a_file_that_cannot_be_written_does_not_end_the_run(

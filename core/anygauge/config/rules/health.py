@@ -6,9 +6,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from anygauge.config.schema import Config
+from anygauge.health.rules import RULES, Limit, RuleName
 from anygauge_hooks.types import ConfigProblem
 
-__all__ = ["Limits", "computing_dtype", "health_rule", "logprob_limits"]
+__all__ = ["Limits", "computing_dtype", "health_limits", "health_rule", "logprob_error", "logprob_limits"]
+
+LOGPROB: RuleName = "logprob_abs_diff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +22,51 @@ class Limits:
     error: float | None
 
 
-DEFAULTS = {"float32": Limits(1e-4, 1e-3), "bfloat16": Limits(0.15, 0.3)}
+LOGPROBS = {"float32": Limits(1e-4, 1e-3), "bfloat16": Limits(0.15, 0.3)}
 """Far above rounding: correct models differ by 1e-6 in float32, and even random weights of 4B parameters by
 no more than 0.09 in bfloat16."""
 
 
+def health_limits(config: Config) -> dict[RuleName, Limit]:
+    """Return the limit of each rule: the configured one, the schedule's, or that of the table."""
+    own, found = config.health.limits, dict[RuleName, Limit]()
+    for rule in RULES:
+        note, value = "", rule.limit
+        if rule.name == "stale_weights":
+            note, value = f'rollout.schedule = "{config.rollout.schedule}"', oldest_weights(config)
+        if rule.name in own:
+            note, value = "", own[rule.name]
+        found[rule.name] = Limit(value, f"health.limits.{rule.name}", note)
+    limits, error = logprob_limits(config), logprob_error(config)
+    found[LOGPROB] = Limit(limits.warning, f"health.{LOGPROB}_warning", computing_dtype(config))
+    if error.value is not None and (limits.warning is None or error.value < limits.warning):
+        found[LOGPROB] = error
+    return found
+
+
+def logprob_error(config: Config) -> Limit:
+    """Return the limit of the log-prob difference that ends the run."""
+    return Limit(logprob_limits(config).error, f"health.{LOGPROB}_error", computing_dtype(config))
+
+
 def logprob_limits(config: Config) -> Limits:
     """Return the configured limits, or the defaults for the lower precision of trainer and engine."""
-    usual, own = DEFAULTS[computing_dtype(config)], config.health
+    usual, own = LOGPROBS[computing_dtype(config)], config.health
     warning, error = own.logprob_abs_diff_warning, own.logprob_abs_diff_error
     return Limits(
         usual.warning if warning == "auto" else warning,
         usual.error if error == "auto" else error,
     )
+
+
+def oldest_weights(config: Config) -> float | None:
+    """Return by how many versions the schedule lets tokens be older than the trained weights."""
+    rollout = config.rollout
+    if rollout.schedule == "async":
+        return float(rollout.max_staleness)
+    if rollout.schedule == "one_step_off":
+        return 1.0
+    return None if rollout.partial_rollout else 0.0
 
 
 def computing_dtype(config: Config) -> str:
@@ -41,7 +76,7 @@ def computing_dtype(config: Config) -> str:
 
 
 def health_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProblem]:
-    """Yield a warning that never comes, since the run ends first."""
+    """Yield limits that have no effect, and rules that would stop the run but are off."""
     warning, limits = config.health.logprob_abs_diff_warning, logprob_limits(config)
     if isinstance(warning, float) and limits.error is not None and warning > limits.error:
         hint = (
@@ -49,3 +84,10 @@ def health_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigPr
             f"({computing_dtype(config)}); raise that too, or write a limit below it"
         )
         yield ConfigProblem(path="health.logprob_abs_diff_warning", found=warning, hint=hint)
+    if LOGPROB in config.health.limits:
+        hint = f"has keys of its own: health.{LOGPROB}_warning and health.{LOGPROB}_error"
+        yield ConfigProblem(path=f"health.limits.{LOGPROB}", found=config.health.limits[LOGPROB], hint=hint)
+    for name, limit in health_limits(config).items():
+        if name in config.run.stop_on and limit.value is None:
+            hint = f"{name!r} never fires: {limit.key} is off; set it, or leave the rule out"
+            yield ConfigProblem(path="run.stop_on", found=list(config.run.stop_on), hint=hint)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from anygauge.config.schema.section import Name, Positive, Seconds, Section
+from anygauge.health.rules import RuleName
 
 __all__ = ["Debug", "Health", "Hub", "Run", "Save"]
 
@@ -44,6 +45,9 @@ class Run(Section):
     """Show live progress on a terminal."""
     timeout_s: Seconds = 1800.0
     """Longest wait for any answer of a worker, in seconds."""
+    stop_on: tuple[RuleName, ...] = ()
+    """Health rules that end the run when they fire: it saves a checkpoint and exits with AG801. The rules are
+    in docs/health.md."""
 
 
 class Hub(Section):
@@ -98,3 +102,6 @@ class Health(Section):
     logprob_abs_diff_error: Limit | Literal["auto"] | None = "auto"
     """End the run where it is above this. ``auto`` is 1e-3, or 0.3 if one of the two computes in bfloat16;
     ``None`` never ends it."""
+    limits: dict[RuleName, Annotated[float, Field(ge=0)] | None] = {}
+    """Limits of other rules, where those of docs/health.md do not fit: ``{truncation = 0.8}``; ``None`` turns
+    a rule off."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from anygauge.disk import replace_file
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = ["REPORT_FILE", "write_report"]
@@ -21,7 +22,6 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     """
     from anygauge.observability.report.page import render_page
     from anygauge.observability.report.run_files import read_run
-    from anygauge.observability.report.run_record import replace_file
 
     page = render_page(read_run(directory))
     target = directory / REPORT_FILE if out is None else out

@@ -52,6 +52,14 @@ class Metrics:
         """The last step of any metric; 0 for none."""
         return max((series.steps[-1] for series in self.series.values()), default=0)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the metrics of each step, ascending; ``step`` is its number."""
+        rows: dict[int, dict[str, Any]] = {}
+        for name, series in self.series.items():
+            for step, value in zip(series.steps, series.values, strict=True):
+                rows.setdefault(step, {"step": step})[name] = value
+        return [rows[step] for step in sorted(rows)]
+
 
 def read_metrics(path: Path) -> Metrics:
     """Read a metrics file, also while it grows.

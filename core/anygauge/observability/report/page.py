@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from anygauge.observability.control_characters import visible
 from anygauge.observability.report.catalog import SECTIONS, SFT_SECTIONS
 from anygauge.observability.report.charts import draw_sections, sparkline
+from anygauge.observability.report.health import health_box
 from anygauge.observability.report.metrics_file import Series, page_data
 from anygauge.observability.report.phases import draw_phases, phase_rows
 from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
-from anygauge.observability.report.summary import facts, standing, tiles, warnings
+from anygauge.observability.report.summary import facts, standing, tiles
 from anygauge.observability.report.texts import config_tables, sample_steps
 from anygauge.version import __version__
 
@@ -69,7 +70,7 @@ def _content(files: RunFiles, created_at: datetime) -> dict[str, Any]:
         "version": __version__,
         "made": created_at.strftime("%Y-%m-%d %H:%M UTC"),
         "standing": standing(files),
-        "warnings": warnings(files),
+        "health": health_box(files.health),
         "facts": facts(files, created_at),
         "tiles": heads,
         "columns": _columns(len(heads)),

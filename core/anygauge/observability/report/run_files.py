@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.disk import parse_toml, read_json
-from anygauge.observability.health import HEALTH_FILE, HealthEvent, read_events
+from anygauge.health.record import HEALTH_FILE, Health, read_health
 from anygauge.observability.jsonl import METRICS_FILE
 from anygauge.observability.report.metrics_file import Metrics, read_metrics
 from anygauge.observability.report.run_record import RECORD_FILE, read_record
@@ -37,8 +37,8 @@ class RunFiles:
     metrics: Metrics = field(default_factory=lambda: Metrics({}))
     samples: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Samples by step, ascending."""
-    health: Sequence[HealthEvent] = ()
-    """Steps that broke a health rule."""
+    health: Health | None = None
+    """State of the health rules; ``None`` before the first step."""
     config_text: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -165,9 +165,10 @@ def _read_samples(files: RunFiles) -> None:
 
 
 def _read_health(files: RunFiles) -> None:
-    files.health, broken = read_events(files.directory)
-    if broken:
-        files.missing.append(f"{HEALTH_FILE}: {broken} lines cannot be read.")
+    try:
+        files.health = read_health(files.directory)
+    except (OSError, ValueError):
+        files.missing.append(f"{HEALTH_FILE} cannot be read.")
 
 
 def _tail(path: Path) -> str:

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from anygauge.disk import read_json
+from anygauge.disk import read_json, replace_file
 from anygauge_hooks.types import RunInfo
 
-__all__ = ["RECORD_FILE", "begin_part", "end_part", "read_record", "replace_file"]
+__all__ = ["RECORD_FILE", "begin_part", "end_part", "read_record"]
 
 RECORD_FILE = "run.json"
 """Name of the file in the run directory."""
@@ -74,16 +74,6 @@ def _changed(run: RunInfo) -> Iterator[dict[str, Any]]:
     record |= {"name": run.name, "backend": run.backend, "total_steps": run.total_steps}
     yield record
     replace_file(directory / RECORD_FILE, json.dumps(record, indent=2) + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file in one piece: a reader sees the old one or the new one."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8", errors="replace")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _now() -> str:

@@ -10,13 +10,12 @@ from pathlib import PurePath
 from statistics import fmean, median
 from typing import Any, Literal
 
-from anygauge.observability.health import HealthEvent
 from anygauge.observability.report.catalog import eval_losses, eval_means
 from anygauge.observability.report.metrics_file import Series
 from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
 
-__all__ = ["Standing", "Tile", "facts", "standing", "tiles", "warnings"]
+__all__ = ["Standing", "Tile", "facts", "standing", "tiles"]
 
 Kind = Literal["finished", "running", "failed", "stopped", "unknown"]
 
@@ -199,23 +198,6 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02} min"
     return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
-
-
-def warnings(files: RunFiles) -> list[str]:
-    """Return a sentence for each health rule that steps broke: the first of them, and how many there are."""
-    by_rule: dict[tuple[str, str], list[HealthEvent]] = {}
-    for event in files.health:
-        by_rule.setdefault((event.rule, event.level), []).append(event)
-    return [_warning(events) for events in by_rule.values()]
-
-
-def _warning(events: Sequence[HealthEvent]) -> str:
-    first = f"{events[0].level}: {events[0].text}"
-    if len(events) == 1:
-        return first
-    values = [event.value for event in events if event.value is not None]
-    worst = f", at most by {format_number(max(values))}" if len(values) == len(events) else ""
-    return f"{first} The same at {len(events) - 1} later steps, the last of them {events[-1].step}{worst}."
 
 
 # -------------------------------------------------------------------------
