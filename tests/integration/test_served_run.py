@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from anygauge import Run
+from anygauge.serving.load_balancer import LoadBalancer
 from anygauge.serving.sglang.client.channel import Channel
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
@@ -173,6 +175,9 @@ def test_one_step_off_trains_on_what_was_generated_while_the_step_before_trained
     keys = {"rollout__schedule": "one_step_off", "placement__rollout_workers": 1}
     run(tmp_path, observer, run__steps=4, **keys)
     assert [set(step) for step in ages(observer.groups)] == [{0}, {1}, {1}, {1}]
+    health = Run.load(tmp_path / "run").health
+    assert health is not None
+    assert {rule.rule: rule.state for rule in health.rules}["stale_weights"] == "ok"
     assert len({group.prompt.index for group in observer.groups[:12]}) == 12  # an epoch, each prompt once
 
 
@@ -198,6 +203,20 @@ def test_samples_go_on_through_updates_and_are_never_older_than_the_bound(
     beside = [row["eval/data/versions"] for row in evaluations if "eval/data/versions" in row]
     assert len(beside) == len(evaluations) - 2, "training waited for the first and the last"
     assert min(beside) >= 1
+
+
+def test_a_server_without_requests_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_open = LoadBalancer.set_open
+
+    def set_first_open(self: LoadBalancer, engine: str, is_open: bool) -> None:
+        set_open(self, engine, is_open and engine == "engine 0")
+
+    install(tmp_path / "plugin", ["", ""], monkeypatch)
+    monkeypatch.setattr(LoadBalancer, "set_open", set_first_open)
+    run(tmp_path, Observer(), run__steps=5)
+    health = Run.load(tmp_path / "run").health
+    assert health is not None
+    assert [(rule.value, rule.since) for rule in health.firing if rule.rule == "idle_servers"] == [(1, 5)]
 
 
 def test_an_update_does_not_wait_for_the_poll_of_servers_that_abort(

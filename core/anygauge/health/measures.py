@@ -17,7 +17,6 @@ __all__ = [
     "gradient_spike",
     "latest",
     "memory_growth",
-    "not_finite",
     "typical",
     "without_signal",
 ]
@@ -26,8 +25,6 @@ Measure = Callable[[History], float | None]
 
 SPIKE_STEPS = 5
 SPIKE_BASELINE = 10
-SOLVED = 0.9
-"""Pass rate from which a policy may be sure of its answers, and its groups all right."""
 PASS_RATE = "passrate/pass@1"
 
 
@@ -44,12 +41,6 @@ def typical(name: str, steps: int) -> Measure:
         return _median(values) if len(values) == steps else None
 
     return measure
-
-
-def not_finite(history: History) -> float:
-    """Return how many of loss and gradient norm are not finite."""
-    names = ("train/loss", "train/grad_norm")
-    return float(sum(not math.isfinite(history.now(name)) for name in names if history.has(name)))
 
 
 def without_signal(history: History) -> float | None:
@@ -69,13 +60,21 @@ def without_signal(history: History) -> float | None:
 
 
 def entropy_left(history: History) -> float | None:
-    """Return the entropy as a fraction of that of the first steps; nothing for a task that is solved."""
-    first, now = history.first("train/entropy_loss"), history.latest("train/entropy_loss", 5)
-    if len(history.latest("train/entropy_loss", 2 * FIRST)) < 2 * FIRST or not _median(first) > 0:
+    """Return the entropy as a fraction of that of the first steps, over the same fraction of the failures.
+
+    A policy that learns gets surer: as long as it fails less often by as much, it gets better too. Nothing
+    where it does not fail any more.
+    """
+    entropy, passed = history.latest("train/entropy_loss", 5), history.latest(PASS_RATE, 5)
+    first, failed = history.first("train/entropy_loss"), 1 - _median(history.first(PASS_RATE))
+    fails = 1 - _median(passed)
+    if (
+        len(history.latest("train/entropy_loss", 2 * FIRST)) < 2 * FIRST
+        or not _median(first) > 0
+        or not fails > 0
+    ):
         return None
-    if _median(history.latest(PASS_RATE, 5)) >= SOLVED:
-        return None
-    return _median(now) / _median(first)
+    return _median(entropy) / _median(first) / (min(1.0, fails / failed) if failed > 0 else 1.0)
 
 
 def gradient_spike(history: History) -> float | None:

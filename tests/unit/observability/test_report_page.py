@@ -311,27 +311,27 @@ def test_headline_numbers_are_those_of_the_metrics(make_run: MakeRun) -> None:
 def test_health_comes_first_with_what_fires_what_was_over_and_every_rule(make_run: MakeRun) -> None:
     directory = make_run(rows(3))
     assert "health" not in Page(write_report(directory)).ids()  # of a version that had no health file
-    watch = watch_rules({rule.name: Limit(rule.limit, "<b>key</b>") for rule in RULES})
+    watch = watch_rules({rule.name: Limit(rule.limit or 0.0, "<b>key</b>") for rule in RULES})
     write_health(directory, health_of(watch, 1, []))
     page = Page(write_report(directory))
     order = [attributes.get("id") for _, attributes in page.elements]
     assert order.index("health") < order.index("summary")
     assert "No warning after step 1: 0 of" in page.text()
-    nan, well = {"train/loss": math.nan}, {"train/loss": 1.0}
+    stale, well = {"rollout/lag/max": 3.0}, {"rollout/lag/max": 0.0}
     changes = [
         change
-        for step, metrics in enumerate([nan, *[well] * CALM, nan], 1)
+        for step, metrics in enumerate([stale, *[well] * CALM, stale], 1)
         for change in watch.step(step, metrics)
     ]
     write_health(directory, health_of(watch, 7, changes))
     page = Page(write_report(directory))
-    (told,) = [text for tag, text in page.texts if tag == "li" and "Step 7: 1 of loss" in text]
-    assert "above <b>key</b> = 0." in told
-    assert "1 of 1 rules fires after step 7: not_finite." in page.text()
-    assert "not_finite fired at step 1 and was over at step 6." in page.text()
+    (told,) = [text for tag, text in page.texts if tag == "li" and "Step 7: tokens were" in text]
+    assert "above <b>key</b> = 0 versions." in told
+    assert "1 of 1 rules fires after step 7: stale_weights." in page.text()
+    assert "stale_weights fired at step 1 and was over at step 6." in page.text()
     assert "fires since step 7" in page.text()
-    write_health(directory, health_of(watch, 7, changes, "not_finite"))
-    assert "Stopped by the rule not_finite after step 7." in Page(write_report(directory)).text()
+    write_health(directory, health_of(watch, 7, changes, "stale_weights"))
+    assert "Stopped by the rule stale_weights after step 7." in Page(write_report(directory)).text()
     (directory / HEALTH_FILE).write_text("[]")
     assert "health.json cannot be read." in Page(write_report(directory)).text()
 

@@ -48,7 +48,7 @@ def test_the_terminal_is_warned_of_changes_and_the_file_has_every_rule(
     caplog.set_level(logging.INFO, "anygauge")
     monitor = HealthMonitor(config(), tmp_path)
     for step, value in enumerate((5e-5, 2e-4, 3e-4, 5e-4, *[5e-5] * 4), 1):
-        monitor.check({"train/loss": 1.0, **diff(value)}, step)
+        monitor.check({"rollout/lag/max": 0, **diff(value)}, step)
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert "Step 2" in caplog.text
     assert "logprob_abs_diff_warning = 0.0001 nats (float32)" in caplog.text
@@ -65,7 +65,7 @@ def test_the_terminal_is_warned_of_changes_and_the_file_has_every_rule(
     ]
     assert health(tmp_path).status == "ok"
     states = {rule.rule: rule.state for rule in health(tmp_path).rules}
-    assert (states["not_finite"], states["truncation"]) == ("ok", "no data")
+    assert (states["stale_weights"], states["truncation"]) == ("ok", "no data")
 
 
 @pytest.mark.parametrize("value", [1.1e-3, math.inf, math.nan])
@@ -82,22 +82,26 @@ def test_what_is_above_the_limit_or_no_number_ends_the_run(
 
 
 def test_a_rule_that_the_user_names_ends_the_run_and_no_other(tmp_path: Path) -> None:
-    bad = {"train/loss": math.nan, "rollout/lag/max": 3.0}
+    bad = {"rollout/lag/max": 3.0, **diff(2e-4)}
     HealthMonitor(stops("truncation"), tmp_path).check(bad, 1)
-    with pytest.raises(HealthError, match=r"^Step 4: 1 of loss and gradient norm are not finite") as raised:
-        HealthMonitor(stops("truncation", "not_finite"), tmp_path).check(bad, 4)
-    assert "run.stop_on names not_finite" in str(raised.value)
+    with pytest.raises(HealthError, match=r"^Step 4: tokens were sampled with weights 3 versions") as raised:
+        HealthMonitor(stops("truncation", "stale_weights"), tmp_path).check(bad, 4)
+    assert "run.stop_on names stale_weights" in str(raised.value)
     found = health(tmp_path)
-    assert (found.status, found.stopped_by) == ("stopped", "not_finite")
-    assert {rule.rule for rule in found.firing} == {"not_finite", "stale_weights"}
+    assert (found.status, found.stopped_by) == ("stopped", "stale_weights")
+    assert {rule.rule for rule in found.firing} == {"logprob_abs_diff", "stale_weights"}
 
 
 def test_limits_that_are_off(tmp_path: Path) -> None:
-    off = {"logprob_abs_diff_warning": None, "logprob_abs_diff_error": None, "limits": {"not_finite": None}}
-    HealthMonitor(config(health=off), tmp_path).check({**diff(math.nan), "train/loss": math.nan}, 1)
+    off = {
+        "logprob_abs_diff_warning": None,
+        "logprob_abs_diff_error": None,
+        "limits": {"stale_weights": None},
+    }
+    HealthMonitor(config(health=off), tmp_path).check({**diff(math.nan), "rollout/lag/max": 9}, 1)
     found = health(tmp_path)
     assert found.status == "ok"
-    assert {rule.rule for rule in found.rules if rule.state == "off"} == {"logprob_abs_diff", "not_finite"}
+    assert {rule.rule for rule in found.rules if rule.state == "off"} == {"logprob_abs_diff", "stale_weights"}
 
 
 def test_a_resumed_run_goes_on_where_its_metrics_end(
@@ -105,9 +109,7 @@ def test_a_resumed_run_goes_on_where_its_metrics_end(
 ) -> None:
     """So that a rule which needs ten steps does not begin anew, and nothing is told twice."""
     tracker, whole = JsonlTracker(tmp_path / METRICS_FILE), HealthMonitor(config(), tmp_path)
-    steps = [
-        {"rollout/truncated_ratio": 0.7, "train/loss": math.nan if step == 3 else 1.0} for step in range(12)
-    ]
+    steps = [{"rollout/truncated_ratio": 0.7, "rollout/lag/max": 3 if step == 3 else 0} for step in range(12)]
     for step, metrics in enumerate(steps, 1):
         tracker.log(metrics, step=step)
         whole.check(metrics, step)

@@ -1,0 +1,152 @@
+"""Short runs with a fault each, and the health rules that fire in them.
+
+    python bench/health_faults.py                     # a tiny model on the CPU, a few minutes in all
+    python bench/health_faults.py wrong_rope leak     # some of them
+
+A line per fault: the rule that is expected, the step at which it fired, and the other rules that fired. Ends
+with status 1 if an expected rule stayed silent, or one fired in the run without a fault. Faults that need
+servers, stale weights or answers that are cut are in tests/integration; an idle device and a full host are
+not tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anygauge import Run
+from anygauge.config.load import load_config
+from anygauge.plugins import load_plugins
+from anygauge.trainer.run import train
+from anygauge_hooks import hookimpl
+from anygauge_hooks.types import NamedFunction
+from anygauge_tests.recipe import tiny_recipe
+
+WRONG_ROPE = """
+import transformers.models.qwen3.modeling_qwen3 as qwen3
+forward = qwen3.Qwen3RotaryEmbedding.forward
+qwen3.Qwen3RotaryEmbedding.forward = lambda self, x, position_ids: forward(self, x, 2 * position_ids)
+"""
+"""Run by each process as it starts: the rollout engine takes other angles, the trainer has its own code."""
+LEAKED: list[bytearray] = []
+
+
+class Rewards:
+    """Rewards that the driver computes."""
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        """Register each by its name."""
+        functions = (self.digits, self.ones, self.alike, self.noise, self.failing, self.leaking)
+        return [NamedFunction(name=each.__name__, fn=each, inline=True) for each in functions]
+
+    def digits(self, response: str) -> float:
+        """Reward what a random policy does now and then."""
+        return sum(character.isdigit() for character in response) / 8
+
+    def ones(self, response: str) -> float:
+        """Reward one token, which is never a right answer."""
+        return 0.9 * response.count("1") / 4
+
+    def alike(self, response: str) -> float:
+        """Reward a response of one character."""
+        return 0.9 * max(Counter(response).values(), default=0) / 80
+
+    def noise(self, response: str) -> float:
+        """Reward nothing in particular."""
+        return random.random()
+
+    def failing(self, response: str) -> float:
+        """Fail for some responses."""
+        if response.startswith(("1", "2", "3")):
+            raise ValueError("no reward")
+        return self.digits(response)
+
+    def leaking(self, response: str) -> float:
+        """Keep 3 MiB for each response."""
+        LEAKED.append(bytearray(os.urandom(3 << 20)))
+        return self.digits(response)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with a run."""
+
+    rule: str | None
+    """The rule that must fire; ``None`` for a run without a fault."""
+    keys: Mapping[str, Any]
+    site: str = ""
+    """Code of each process."""
+    reward: str = "digits"
+
+
+LONG = {"rollout__max_new_tokens": 80, "run__steps": 40}
+FAULTS = {
+    "none": Fault(None, {"rollout__max_new_tokens": 80, "train__lr": 1e-4, "run__steps": 20}, reward="noise"),
+    "wrong_rope": Fault(
+        "logprob_abs_diff", {"run__steps": 2, "health__logprob_abs_diff_error": "none"}, WRONG_ROPE
+    ),
+    "large_rate": Fault(
+        "policy_kl", {"train__lr": 0.05, "train__optimizer_steps": 4, "run__steps": 12}, reward="noise"
+    ),
+    "one_token": Fault("entropy_collapse", {"train__lr": 0.01, "run__steps": 40}, reward="ones"),
+    "far_from_reference": Fault(
+        "reference_kl", {"train__lr": 0.01, "run__steps": 40, "algorithm__kl_coef": 1e-4}, reward="ones"
+    ),
+    "one_character": Fault("repetition", {**LONG, "train__lr": 0.01}, reward="alike"),
+    "failing_reward": Fault(
+        "failed_samples", {"run__steps": 8, "reward__max_failed_ratio": 1.0}, reward="failing"
+    ),
+    "leak": Fault("memory_growth", {"run__steps": 64}, reward="leaking"),
+}
+
+
+def main() -> int:
+    """Run the faults and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS))
+    names = parser.parse_args().faults or list(FAULTS)
+    return 0 if all([judge(name, FAULTS[name]) for name in names]) else 1
+
+
+def judge(name: str, fault: Fault) -> bool:
+    """Run a fault, print what fired, and return whether that is right."""
+    with tempfile.TemporaryDirectory() as directory:
+        fired = rules_fired(fault, Path(directory))
+    others = ", ".join(f"{rule} at {step}" for rule, step in fired.items() if rule != fault.rule)
+    expected = f"{fault.rule} at {fired.get(fault.rule, 'no step')}" if fault.rule else "nothing"
+    print(f"{name}: {expected}" + (f"; also {others}" if others else ""), flush=True)
+    return fault.rule in fired if fault.rule else not fired
+
+
+def rules_fired(fault: Fault, directory: Path) -> dict[str, int]:
+    """Return the rules that fired in a run, with the first step of each."""
+    (directory / "sitecustomize.py").write_text(fault.site, encoding="utf-8")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(directory), *PATHS])
+    keys = {"run__progress": False, "save__every": "none", "save__hf_at_end": False, **fault.keys}
+    config = tiny_recipe(directory, reward__function=fault.reward, **keys)
+    LEAKED.clear()
+    plugins = load_plugins()
+    plugins.register(Rewards(), "rewards")
+    with redirect_stdout(io.StringIO()):
+        train(load_config(config, [], backend="cpu", plugins=plugins), plugins)
+    health = Run.load(directory / "run").health
+    assert health is not None
+    changes = [change for change in health.changes if change.kind == "fires"]
+    return {change.rule: change.step for change in reversed(changes)}
+
+
+PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+
+if __name__ == "__main__":
+    sys.exit(main())
