@@ -103,7 +103,7 @@ def disturbed() -> Iterator[tuple[str, list[Metrics]]]:
     yield "one bad step", steps(40, train__ppo_kl=course((3, 0.01), (2, 0.4), (1, 0.01)))
     yield "a large first update", steps(20, train__ppo_kl=course((1, 0.26), (1, 0.012)))
     yield "one step of long answers", steps(40, rollout__truncated_ratio=course((9, 0.1), (3, 0.9), (9, 0.1)))
-    yield "gradients that vary", steps(60, train__grad_norm=[1.0, 3.0, 0.5, 2.0, 4.5] * 12)
+    yield "gradients that vary", steps(60, train__grad_norm=[1.0, 9.0, 0.5, 30.0, 4.5] * 12)
     yield "a step without gradient", steps(60, train__grad_norm=[1.0, 0.0, 0.0] * 20)
     yield (
         "a task that is solved",
