@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from anygauge.config import Config, LoadedConfig
-from anygauge.config.rules.health import logprob_limits
+from anygauge.config.rules.health import health_limits, logprob_limits
 from anygauge_hooks.errors import ConfigError
 
 Load = Callable[..., LoadedConfig]
@@ -36,6 +36,52 @@ def test_limits_are_of_the_lower_precision(
 ) -> None:
     found = logprob_limits(config(**sections))
     assert (found.warning, found.error) == limits
+
+
+@pytest.mark.parametrize(
+    ("rollout", "limit"),
+    [
+        ({}, 0),
+        ({"partial_rollout": True}, None),
+        ({"schedule": "one_step_off"}, 1),
+        ({"schedule": "async", "max_staleness": 3}, 3),
+    ],
+)
+def test_the_schedule_says_how_old_weights_may_be(rollout: dict[str, Any], limit: float | None) -> None:
+    assert health_limits(config(rollout=rollout))["stale_weights"].value == limit
+
+
+def test_a_limit_of_the_config_takes_the_place_of_the_table() -> None:
+    own = health_limits(config(health={"limits": {"truncation": 0.8, "idle_devices": None}}))
+    usual = health_limits(config())
+    assert (own["truncation"].value, own["idle_devices"].value) == (0.8, None)
+    assert {name for name in usual if own[name] != usual[name]} == {"truncation", "idle_devices"}
+
+
+def test_the_warning_gives_way_to_an_error_below_it() -> None:
+    found = health_limits(config(health={"logprob_abs_diff_error": 1e-5}))["logprob_abs_diff"]
+    assert (found.value, found.key) == (1e-5, "health.logprob_abs_diff_error")
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        (
+            {"health": "limits = {logprob_abs_diff = 1}"},
+            r"health\.limits\.logprob_abs_diff: .*keys of its own",
+        ),
+        ({"run": 'stop_on = ["truncated"]'}, r"run\.stop_on\[0\]: .*truncated"),
+        (
+            {"run": 'stop_on = ["truncation"]', "health": 'limits = {truncation = "none"}'},
+            r"'truncation' never fires: health\.limits\.truncation is off",
+        ),
+        ({"health": "limits = {truncation = -1}"}, r"health\.limits\.truncation: found -1"),
+        ({"health": "limits = {trunk = 1}"}, r"health\.limits\.trunk"),
+    ],
+)
+def test_rules_and_limits_that_cannot_be(load: Load, keys: dict[str, str], refused: str) -> None:
+    with pytest.raises(ConfigError, match=refused):
+        load(keys)
 
 
 @pytest.mark.parametrize(

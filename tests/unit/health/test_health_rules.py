@@ -104,6 +104,21 @@ def disturbed() -> Iterator[tuple[str, list[Metrics]]]:
     yield "a large first update", steps(20, train__ppo_kl=course((1, 0.26), (1, 0.012)))
     yield "one step of long answers", steps(40, rollout__truncated_ratio=course((9, 0.1), (3, 0.9), (9, 0.1)))
     yield "gradients that vary", steps(60, train__grad_norm=[1.0, 9.0, 0.5, 30.0, 4.5] * 12)
+    yield "no gradient at first", steps(20, train__grad_norm=course((12, 0.0), (8, 1.0)))
+    yield (
+        "a task that is solved wholly",
+        steps(
+            20,
+            train__entropy_loss=course((10, 0.7), (10, 0.01)),
+            passrate__pass1=course((10, 0.4), (10, 1.0)),
+        ),
+    )
+    yield (
+        "a policy that fails more and is as sure",
+        steps(
+            20, train__entropy_loss=course((10, 0.7), (10, 0.2)), passrate__pass1=course((10, 0.9), (10, 0.1))
+        ),
+    )
     yield "a step without gradient", steps(60, train__grad_norm=[1.0, 0.0, 0.0] * 20)
     yield (
         "a task that is solved",
@@ -127,6 +142,11 @@ def disturbed() -> Iterator[tuple[str, list[Metrics]]]:
 @pytest.mark.parametrize(("what", "series"), [pytest.param(*each, id=each[0]) for each in disturbed()])
 def test_what_healthy_runs_do_now_and_then_fires_nothing(what: str, series: list[Metrics]) -> None:
     assert fired(series) == {}, what
+
+
+def test_entropy_is_compared_with_that_of_the_first_steps_however_long_ago() -> None:
+    slowly = steps(100, train__entropy_loss=[0.7 * 0.96**step for step in range(100)])
+    assert fired(slowly) == {"entropy_collapse": 62}
 
 
 def test_groups_that_a_filter_rejects_teach_nothing_either() -> None:
