@@ -19,6 +19,7 @@ SURFACE = {
     "check-model": [
         *("directory", "--engine", "--backend", "--prompt", "--against", "--layers", "--trust-remote-code")
     ],
+    "parity": ["a", "b", "--model", "--prompt", "--layers", "--trust-remote-code"],
     "convert": ["--to-megatron", "--to-hf", "--to-bfloat16", "--model", "--workers", "--check"],
 }
 

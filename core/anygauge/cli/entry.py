@@ -10,7 +10,19 @@ import warnings
 from collections.abc import Sequence
 from types import TracebackType
 
-from anygauge.cli import check_model, convert, doctor, hooks, import_, init, keys, launch, report, train
+from anygauge.cli import (
+    check_model,
+    convert,
+    doctor,
+    hooks,
+    import_,
+    init,
+    keys,
+    launch,
+    parity,
+    report,
+    train,
+)
 from anygauge.cli import eval as evaluate
 from anygauge.cli.arguments import split_arguments
 from anygauge.cli.torch_extensions import extension_failure
@@ -37,6 +49,7 @@ COMMANDS = {
     "keys": keys,
     "hooks": hooks,
     "check-model": check_model,
+    "parity": parity,
     "convert": convert,
 }
 """Modules with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``."""

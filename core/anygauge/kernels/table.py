@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
+from anygauge.kernels.observer import ResolvedKernel, current_observer
 from anygauge.plugins import plugin_distribution, source_location
 from anygauge_hooks import kernels as contract
 from anygauge_hooks.errors import DuplicateNameError, PluginError
@@ -112,9 +113,13 @@ class KernelTable:
         :returns: A function with the signature of the op's Protocol; the reference where nothing else serves.
         """
         candidates = self.candidates(op, dtype=dtype, **facts)
-        if op in _PARTS and (not candidates or candidates[0].priority == _LAST):
-            return self._by_parts(op, dtype, **facts)
-        return candidates[0].fn if candidates else reference_kernel(op).fn
+        kernel = candidates[0] if candidates else reference_kernel(op)
+        is_of_parts = op in _PARTS and (not candidates or kernel.priority == _LAST)
+        fn = self._by_parts(op, dtype, **facts) if is_of_parts else kernel.fn
+        if (observer := current_observer()) is None:
+            return fn
+        name = str(dtype).removeprefix("torch.")
+        return observer(ResolvedKernel(op=op, dtype=name, facts=facts, fn=fn, kernel=kernel))
 
     def _by_parts(self, op: KernelOp, dtype: str | torch.dtype, **facts: Any) -> Callable[..., Any]:
         """Return an op as made of what serves its parts."""

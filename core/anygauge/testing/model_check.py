@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,27 @@ from torch import Tensor
 
 from anygauge.config import Config
 from anygauge.config.families import family
-from anygauge.data.batch import pack_samples
 from anygauge.data.template import TemplateRefusal, apply_template
 from anygauge.engines.hf_directory import TensorReader, open_tensors, read_config
 from anygauge.observability.host import read_memory
 from anygauge.plugins import Plugins
+from anygauge.testing.model_numbers import (
+    FLOOR,
+    GradientOptimizer,
+    batch_of,
+    gradient_error,
+    largest,
+    layer_error,
+    leave_gradients,
+    made_up_tokens,
+    transposed_to,
+    turned_sequences,
+)
 from anygauge.testing.model_reference import LayerRecord, Reference, record_layers, run_reference
 from anygauge.testing.model_worker import SERVED, CheckRow
 from anygauge.testing.served_response import served_response
 from anygauge.trainer.inputs import load_tokenizer
-from anygauge_hooks import hookimpl
-from anygauge_hooks.batch import TrainBatch
-from anygauge_hooks.engines import HasDecoderLayers, LossInputs, TrainEngine, WorkerContext
+from anygauge_hooks.engines import HasDecoderLayers, TrainEngine, WorkerContext
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.models import ModelSpec, text_config
 
@@ -37,9 +45,6 @@ GRADIENTS = 1e-3
 """Largest difference of a parameter's gradient, by norm, relative to the reference's."""
 LAYERS = 1e-3
 """Largest difference of a token's hidden states, by norm, relative to what the layer adds to them."""
-FLOOR = 1e-3
-"""Share below which a norm does not count: of the hidden states for what a layer adds, and of the largest
-gradient for a gradient. Below it float32 has few digits left: without rotary, a key's bias has gradient 0."""
 BYTES_PER_WEIGHT = 16
 """Weights and gradients in float32, of the engine and of transformers."""
 SHOWN = 8
@@ -94,10 +99,7 @@ class _Check:
         yield row
         yield _row("chat template", partial(_render, tokenizer, self.prompt))
         yield self._memory()
-        # A second text of another length, out of tokens that every tokenizer has.
-        half = len(tokens) // 2
-        turned = tokens[half:] + tokens[:half]
-        sequences = [tokens, turned[:-1] if len(turned) > 2 else turned]
+        sequences = turned_sequences(tokens, 2)
         engine_model = self._load()
         yield CheckRow("weights", "PASS", f"{self._stored()} tensors, none missing, none unknown")
         reference, row = self._reference(sequences)
@@ -119,7 +121,7 @@ class _Check:
     def _tokenize(self) -> tuple[Any, list[int], CheckRow]:
         """Return the tokenizer, or ``None``, and tokens that the model has, whatever comes of the check."""
         size = text_config(self.hf)["vocab_size"]
-        tokens = [(7919 * place + 3) % size for place in range(13)]
+        tokens = made_up_tokens(size, 13)
         try:
             tokenizer = load_tokenizer(self.config)
         except AnygaugeError as error:
@@ -154,7 +156,7 @@ class _Check:
 
         So gradients come out under the names of the checkpoint, from every engine, sharded as it likes.
         """
-        self.plugins.register(_GradientOptimizer(), "check-model")
+        self.plugins.register(GradientOptimizer(), "check-model")
         spec = self.plugins.get("register_train_engines", self.config.train.engine)
         try:
             engine: TrainEngine = spec.make(self.config, self.context)
@@ -186,10 +188,10 @@ class _Check:
     def _served(self, engine: TrainEngine, tokens: Sequence[int]) -> tuple[bool, str]:
         assert self.against is not None
         answer = served_response(self.config, self.context, self.against, tokens)
-        actual = engine.log_probs(_batch([[*tokens, *answer.tokens]], len(tokens)), temperature=1.0)
-        largest = _largest((actual - torch.tensor(answer.log_probs)).abs())
+        actual = engine.log_probs(batch_of([[*tokens, *answer.tokens]], len(tokens)), temperature=1.0)
+        error = largest((actual - torch.tensor(answer.log_probs)).abs())
         response = f"a response of {len(answer.tokens)} tokens"
-        return largest <= LOG_PROBS, f"largest difference {largest:.2g} over {response} (limit {LOG_PROBS:g})"
+        return error <= LOG_PROBS, f"largest difference {error:.2g} over {response} (limit {LOG_PROBS:g})"
 
     def _unused(self) -> tuple[str, ...]:
         """Return how names begin that a text run leaves out: of towers, and of what is never trained."""
@@ -205,7 +207,7 @@ class _Check:
             turned: list[str] = []
             for name, tensor in engine.weights():
                 known = name in source.names
-                as_stored = _transposed_to(source.shape(name), tensor) if known else tensor
+                as_stored = transposed_to(source.shape(name), tensor) if known else tensor
                 problems += _differences(name, as_stored, source, exported)
                 turned += [name] if as_stored is not tensor else []
                 exported.add(name)
@@ -233,15 +235,6 @@ def _differences(name: str, tensor: Tensor, source: TensorReader, exported: Iter
         yield f"{name} is exported as {list(tensor.shape)}, and is {list(source.shape(name))}"
     elif not torch.equal(tensor.cpu().float(), source(name).float()):
         yield f"{name} comes back with other values"
-
-
-def _transposed_to(shape: Sequence[int], tensor: Tensor) -> Tensor:
-    """Return a stack of matrices that lie the other way as they are stored, any other tensor as it is.
-
-    Transformers writes the experts of some models in another way than they are published.
-    """
-    lies_otherwise = tensor.dim() == 3 and list(tensor.shape) != list(shape) == list(tensor.mT.shape)
-    return tensor.mT if lies_otherwise else tensor
 
 
 def _is_copy(name: str, source: TensorReader, exported: Iterable[str]) -> bool:
@@ -275,32 +268,14 @@ def _render(tokenizer: Any, prompt: str) -> tuple[bool, str]:
 # -------------------------------------------------------------------------
 
 
-def _batch(sequences: Sequence[Sequence[int]], prompt: int = 1) -> TrainBatch:
-    """Return sequences as a batch whose responses are all tokens after the prompt.
-
-    :param prompt: Its length.
-    """
-    responses = [sequence[prompt:] for sequence in sequences]
-    batch = pack_samples(
-        [sequence[:prompt] for sequence in sequences],
-        responses,
-        loss_masks=[[1] * len(each) for each in responses],
-        log_probs=[[0.0] * len(each) for each in responses],
-        media=[()] * len(responses),
-    )
-    batch.loss_weights = torch.full((len(batch.loss_mask),), 1 / len(batch.loss_mask))
-    batch.advantages = torch.zeros(len(batch.loss_mask))
-    return batch
-
-
 def _compare(
     engine: TrainEngine, sequences: Sequence[Sequence[int]], reference: Reference
 ) -> tuple[bool, str]:
-    actual = engine.log_probs(_batch(sequences), temperature=1.0)
+    actual = engine.log_probs(batch_of(sequences), temperature=1.0)
     expected = torch.cat(list(reference.log_probs[: len(sequences)]))
-    largest = _largest((actual - expected).abs())
+    error = largest((actual - expected).abs())
     tokens = f"{len(expected)} tokens" + (f" of {len(sequences)} sequences" if len(sequences) > 1 else "")
-    return largest <= LOG_PROBS, f"largest difference {largest:.2g} over {tokens} (limit {LOG_PROBS:g})"
+    return error <= LOG_PROBS, f"largest difference {error:.2g} over {tokens} (limit {LOG_PROBS:g})"
 
 
 def _layers(engine: TrainEngine, tokens: Sequence[int], reference: Reference) -> tuple[bool, str]:
@@ -308,7 +283,7 @@ def _layers(engine: TrainEngine, tokens: Sequence[int], reference: Reference) ->
     if not isinstance(engine, HasDecoderLayers):
         return True, "not compared: the engine does not show its layers"
     layers, names, expected = engine.decoder_layers(), reference.layer_names, reference.layers
-    batch = _batch([tokens])
+    batch = batch_of([tokens])
     with record_layers(layers) as free:
         engine.log_probs(batch, temperature=1.0)
     if len(free.outputs) != len(names):
@@ -316,12 +291,12 @@ def _layers(engine: TrainEngine, tokens: Sequence[int], reference: Reference) ->
     if (shape := free.inputs[0].shape) != expected.inputs[0].shape:
         return False, f"hidden states are {list(shape)}, and {list(expected.inputs[0].shape)} in transformers"
     scale = expected.inputs[0].norm(dim=1).clamp(min=torch.finfo().tiny)  # padding may have zeros
-    start = _largest((free.inputs[0] - expected.inputs[0]).norm(dim=1) / scale)
+    start = largest((free.inputs[0] - expected.inputs[0]).norm(dim=1) / scale)
     if not start <= LAYERS:
         return False, f"the input of {names[0]} differs by {start:.2g} of it: look at the embedding"
     with record_layers(layers, given=expected.inputs) as fed:
         engine.log_probs(batch, temperature=1.0)
-    errors = [_layer_error(fed, expected, number) for number in range(len(layers))]
+    errors = [layer_error(fed, expected, number) for number in range(len(layers))]
     wrong = [name for name, error in zip(names, errors, strict=True) if not error <= LAYERS]
     if not wrong:
         return True, f"{len(layers)} layers, largest difference {max(errors):.2g} of what a layer adds"
@@ -333,39 +308,23 @@ def _layers(engine: TrainEngine, tokens: Sequence[int], reference: Reference) ->
 
 def _first(actual: LayerRecord, expected: LayerRecord, names: Sequence[str]) -> str:
     """Say which layer is the first whose output differs, after the engine's own layers before it."""
-    errors = [_layer_error(actual, expected, number) for number in range(len(names))]
+    errors = [layer_error(actual, expected, number) for number in range(len(names))]
     first = next((number for number, error in enumerate(errors) if not error <= LAYERS), None)
     if first is None:
         return "none differs after the layers before it"
-    by = _largest((actual.outputs[first] - expected.outputs[first]).abs())
+    by = largest((actual.outputs[first] - expected.outputs[first]).abs())
     return f"the first to differ is {names[first]}, by up to {by:.2g} ({errors[first]:.2g} of what it adds)"
-
-
-def _layer_error(actual: LayerRecord, expected: LayerRecord, number: int) -> float:
-    """Return how far the outputs of a layer are from the reference's, relative to what it adds."""
-    before, after = expected.inputs[number], expected.outputs[number]
-    scale = (after - before).norm(dim=1).maximum(after.norm(dim=1) * FLOOR)
-    return _largest((actual.outputs[number] - after).norm(dim=1) / scale)
-
-
-def _largest(errors: Tensor) -> float:
-    """Return the largest error; one that is no number is the largest of all."""
-    return float(errors.nan_to_num(torch.inf).max())
 
 
 def _gradients(
     engine: TrainEngine, sequences: Sequence[Sequence[int]], reference: Reference
 ) -> tuple[bool, str]:
     """Compare gradients, which are in the place of the weights after a step."""
-
-    def loss(inputs: LossInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return -(inputs.log_probs * inputs.loss_weights).sum(), {}
-
-    engine.train_step(_batch(sequences), loss, temperature=1.0, entropy_grad=False)
+    leave_gradients(engine, batch_of(sequences))
     expected = reference.gradients
     floor = FLOOR * max(float(each.norm()) for each in expected.values())
     errors = {
-        name: _gradient_error(tensor.cpu().float(), expected[name], floor)
+        name: gradient_error(tensor.cpu().float(), expected[name], floor)
         for name, tensor in engine.weights()
         if name in expected
     }
@@ -377,31 +336,6 @@ def _gradients(
     if wrong:
         found = f"{len(wrong)} of {len(errors)} parameters differ: {_listed(wrong)}"
     return not wrong, f"{found} (limit {GRADIENTS:g})"
-
-
-def _gradient_error(actual: Tensor, expected: Tensor, floor: float) -> float:
-    actual = _transposed_to(expected.shape, actual)
-    if actual.shape != expected.shape:
-        return math.inf
-    return _largest((actual - expected).norm() / max(float(expected.norm()), floor))
-
-
-class _GradientOptimizer:
-    """A plugin whose optimizer writes each gradient in the place of its weight."""
-
-    @hookimpl(tryfirst=True)
-    def make_optimizer(self, param_groups: Any) -> torch.optim.Optimizer:
-        """Return the optimizer of an engine."""
-        return _GradientsForWeights(param_groups, {})
-
-
-class _GradientsForWeights(torch.optim.Optimizer):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Replace the weights."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
 
 
 # -------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,27 +58,35 @@ def checks(against: str | None = None) -> tuple[str, ...]:
 
 
 def load_model_config(
-    directory: Path, engine: str, plugins: Plugins, backend: BackendSpec, *, trust_remote_code: bool = False
+    directory: Path,
+    engine: str,
+    plugins: Plugins,
+    backend: BackendSpec,
+    *,
+    trust_remote_code: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
     """Return the config of a run of a model, checked as ``anygauge train`` checks it.
 
     :param directory: A Hugging Face directory.
     :param engine: Name of a train engine.
+    :param settings: Further values by config key.
 
     :raises ConfigError: The engine does not train the model, or the directory is incomplete.
     """
     from anygauge.config import load_config
 
-    settings = [
-        *_SETTINGS,
-        ("model.path", str(directory)),
-        ("model.trust_remote_code", trust_remote_code),
-        ("train.engine", engine),
-    ]
+    values = {
+        **dict(_SETTINGS),
+        "model.path": str(directory),
+        "model.trust_remote_code": trust_remote_code,
+        "train.engine": engine,
+        **(settings or {}),
+    }
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "check-model.toml"
         file.touch()
-        return load_config(file, settings, backend=backend, plugins=plugins, trains=False)
+        return load_config(file, [*values.items()], backend=backend, plugins=plugins, trains=False)
 
 
 @contextmanager
