@@ -5,12 +5,13 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vlm demo-audio test test-fsdp test-parallel test-npu-set test-npu-sim test-sglang lint soak bench clean
+.PHONY: help demo demo-vlm demo-audio test test-fsdp test-parallel test-npu-set test-npu-sim test-sglang dist test-dist lint soak bench clean
 
 VENV := .venv
 SIM_VENV := .venv-npu-sim
 NPU_VENV := .venv-npu
 SGLANG_VENV := .venv-sglang
+DIST_VENV := .venv-dist
 BIN := $(VENV)/bin
 # The first of these that runs and is new enough; a name alone proves nothing where a version manager puts stand-ins.
 IS_SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -35,8 +36,7 @@ help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
 
 demo: $(VENV)/.cpu ## train a tiny Qwen3 with GRPO on the CPU
-	$(BIN)/python examples/arithmetic/make_inputs.py --seed $(SEED) --out runs/arithmetic-inputs
-	$(BIN)/anygauge train examples/arithmetic_grpo.toml --backend cpu --run.seed $(SEED)
+	$(BIN)/anygauge demo --backend cpu --seed $(SEED)
 
 demo-vlm: $(VENV)/.cpu ## train a tiny Qwen3-VL with SFT, then GRPO, on the CPU
 	$(BIN)/python examples/shapes/make_inputs.py --seed $(SEED) --out runs/shapes-inputs
@@ -80,6 +80,22 @@ test-npu-sim: $(NPU_VENV)/.installed $(SIM_VENV)/.installed ## run tests on a si
 test-sglang: $(SGLANG_VENV)/.installed ## run tests with real SGLang servers, in a separate environment
 	$(SGLANG_VENV)/bin/python -m pytest -m "sglang and not soak" tests/sglang $(PYTEST_ARGS)
 
+dist: $(VENV)/.dev ## build the sdists and wheels of the three distributions in dist/
+	rm -rf dist
+	for project in . backends/cuda backends/npu; do \
+	  $(BIN)/python -m build --no-isolation --outdir dist $$project || exit; \
+	done
+
+# In an empty folder, so that nothing of this clone can be imported.
+test-dist: dist $(DIST_VENV)/.installed ## install the wheels of dist/ alone; run doctor, the demo and the conformance suite
+	$(DIST_VENV)/bin/python $(PIP) install --quiet --force-reinstall --no-deps dist/*.whl
+	$(DIST_VENV)/bin/python $(PIP) check
+	bin=$(abspath $(DIST_VENV))/bin; cd "$$(mktemp -d)"; unset PYTHONPATH; \
+	  $$bin/python -c 'import anygauge, sys; assert anygauge.__file__.startswith(sys.prefix), anygauge.__file__'; \
+	  $$bin/anygauge doctor; \
+	  $$bin/anygauge demo --backend cpu --run.steps 20; \
+	  $$bin/python -m pytest -q --pyargs anygauge.testing.conformance --backend cpu
+
 lint: $(VENV)/.dev ## check format, lint, types and import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -94,7 +110,7 @@ bench: $(VENV)/.dev ## measure the CPU figures of the documents
 	$(BIN)/python bench/balance.py
 
 clean: ## remove the environments, but not runs/
-	rm -rf $(VENV) $(NPU_VENV) $(SIM_VENV) $(SGLANG_VENV)
+	rm -rf $(VENV) $(NPU_VENV) $(SIM_VENV) $(SGLANG_VENV) $(DIST_VENV)
 
 # An environment that a failed command left behind has no stamp and is made again.
 define make_venv
@@ -157,4 +173,15 @@ $(SGLANG_VENV)/.installed: requirements/sglang-cpu.txt pyproject.toml | $(SGLANG
 	$(SGLANG_VENV)/bin/python $(PIP) install --quiet "$$(grep '^torch==' requirements/sglang-cpu.txt)"
 	$(SGLANG_VENV)/bin/python $(PIP) install --quiet --no-deps -r requirements/sglang-cpu.txt
 	$(SGLANG_VENV)/bin/python $(PIP) install $(EDITABLE) -e .
+	@touch $@
+
+$(DIST_VENV)/.python:
+	$(make_venv)
+	$(call install_torch,requirements/cpu.txt)
+	@touch $@
+
+# What a user's pip installs beside the wheels, in the tested versions, and pytest for the suite.
+$(DIST_VENV)/.installed: requirements/cpu.txt requirements/dev.txt | $(DIST_VENV)/.python
+	$(DIST_VENV)/bin/python $(PIP) install --quiet -r requirements/cpu.txt
+	$(DIST_VENV)/bin/python $(PIP) install --quiet -c requirements/dev.txt pytest
 	@touch $@

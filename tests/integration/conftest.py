@@ -175,13 +175,25 @@ def make_environment(
     return make
 
 
-@pytest.fixture(scope="session")
-def artefacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Build the sdist, and from it the wheel; return both."""
-    out = tmp_path_factory.mktemp("dist")
-    run_command(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
+def build_both(project: Path, out: Path) -> tuple[Path, Path]:
+    """Build the sdist of a project, and from it the wheel; return wheel and sdist."""
+    run_command(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, project)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return wheel, sdist
+
+
+@pytest.fixture(scope="session")
+def artefacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Build the sdist of the root, and from it the wheel; return wheel and sdist."""
+    return build_both(ROOT, tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="session")
+def backend_artefacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Return wheel and sdist of each backend that is a distribution, built likewise."""
+    return {
+        name: build_both(ROOT / "backends" / name, tmp_path_factory.mktemp(name)) for name in ("cuda", "npu")
+    }
 
 
 @pytest.fixture(scope="session")

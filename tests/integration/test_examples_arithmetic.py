@@ -1,37 +1,25 @@
-"""``make demo``: the inputs of the arithmetic recipe, and a few steps of it."""
+"""``anygauge demo``: the inputs of the arithmetic recipe, and a few steps of it."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-from anygauge.cli import main
+from anygauge.cli import demo, main
+from anygauge.cli.demo import inputs as script
+from anygauge.config import load_config
+from anygauge.plugins import load_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "arithmetic" / "make_inputs.py"
 SHORT = ("--batch-size", "32", "--check-interval", "2", "--max-steps", "2", "--stop-score", "0")
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("arithmetic_make_inputs", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def make_inputs(script: ModuleType) -> Iterator[Callable[..., None]]:
+def make_inputs() -> Iterator[Callable[..., None]]:
     """Return a function that runs the script as its command line does."""
     threads = torch.get_num_threads()
     yield lambda out, *arguments: script.main(["--out", str(out), *SHORT, *arguments])
@@ -63,7 +51,7 @@ def test_labels_are_the_reversed_sums(inputs: Path) -> None:
         assert int(row["label"][::-1]) == int(left) + int(right)
 
 
-def test_held_out_problems_are_in_no_training_data_in_either_order(script: ModuleType) -> None:
+def test_held_out_problems_are_in_no_training_data_in_either_order() -> None:
     split = script.split_problems()
     train, validation, evaluation = (
         {operands(row.prompt) for row in part} for part in (split.train, split.validation, split.evaluation)
@@ -74,7 +62,7 @@ def test_held_out_problems_are_in_no_training_data_in_either_order(script: Modul
     assert not (train | validation) & evaluation
 
 
-def test_inputs_hold_the_split(inputs: Path, script: ModuleType) -> None:
+def test_inputs_hold_the_split(inputs: Path) -> None:
     split = script.split_problems()
     for name, part in (("train", split.train), ("eval", split.evaluation)):
         assert read_rows(inputs / f"{name}.jsonl") == [{"prompt": p.prompt, "label": p.label} for p in part]
@@ -114,7 +102,23 @@ def test_a_warm_up_that_does_not_get_there_says_so(make_inputs: Callable[..., No
     assert not (tmp_path / "out").exists()
 
 
-def test_recipe_trains(inputs: Path, tmp_path: Path) -> None:
+def test_the_recipe_names_what_the_demo_makes() -> None:
+    config = load_config(demo.RECIPE, backend="cpu", plugins=load_plugins(), check_files=False).config
+    assert demo.RECIPE.read_bytes() == (ROOT / "examples" / "arithmetic_grpo.toml").read_bytes()
+    files = [config.model.path, *(file.path for file in (*config.data.train, *config.eval.data))]
+    assert {str(Path(name).parent) for name in files} == {demo.INPUTS}
+
+
+def test_a_demo_without_its_inputs_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / demo.INPUTS).mkdir(parents=True)  # of somebody else
+    with pytest.raises(SystemExit, match=r"^1$"):
+        main(["demo", "--backend", "cpu"])
+
+
+def test_the_demo_trains(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(demo, "make_inputs", seeds.append)
     overrides = {
         "model.path": inputs / "model",
         "data.train": f'["{inputs / "train.jsonl"}"]',
@@ -126,7 +130,8 @@ def test_recipe_trains(inputs: Path, tmp_path: Path) -> None:
         "placement.threads_per_worker": 1,
     }
     arguments = [part for key, value in overrides.items() for part in (f"--{key}", str(value))]
-    assert main(["train", str(ROOT / "examples/arithmetic_grpo.toml"), "--backend", "cpu", *arguments]) == 0
+    assert main(["demo", "--backend", "cpu", *arguments]) == 0
+    assert seeds == [0]
     rows = read_rows(tmp_path / "arithmetic-grpo" / "metrics.jsonl")
     assert [row["eval/step"] for row in rows if "eval/step" in row] == [0, 2]
     assert all(row["eval/eval-samples"] == 32 for row in rows if "eval/step" in row)

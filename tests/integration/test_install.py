@@ -11,12 +11,15 @@ import subprocess
 import tarfile
 import zipfile
 from collections.abc import Callable, Sequence
+from email import message_from_bytes
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+REPOSITORY = "https://github.com/anygauge/anygauge"
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 PACKAGES = {"anygauge", "anygauge_hooks", "anygauge_models", "anygauge_cpu"}
 ENTRY_POINTS = """
 import json
@@ -73,6 +76,38 @@ def test_wheel_holds_the_four_packages_and_nothing_else(artefacts: tuple[Path, P
     assert not [name for name in names if re.search(r"(^|/)(tests?|conftest)(/|\.py)|\.pyc$", name)]
 
 
+@pytest.mark.parametrize("name", ["anygauge", "cuda", "npu"])
+def test_a_wheel_says_on_an_index_what_it_is(
+    name: str, artefacts: tuple[Path, Path], backend_artefacts: dict[str, tuple[Path, Path]]
+) -> None:
+    wheel = ({"anygauge": artefacts} | backend_artefacts)[name][0]
+    with zipfile.ZipFile(wheel) as opened:
+        (metadata,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
+        shown = message_from_bytes(opened.read(metadata))
+        license_text = opened.read(metadata.replace("METADATA", "licenses/LICENSE"))
+    assert license_text == (ROOT / "LICENSE").read_bytes()
+    assert (shown["Version"], shown["License-Expression"]) == ("0.1.0", "Apache-2.0")
+    assert len(shown["Summary"]) > 40
+    urls = dict(each.split(", ") for each in shown.get_all("Project-URL", []))
+    assert set(urls) == {"Repository", "Documentation", "Changelog", "Issues"}
+    assert urls["Repository"] == REPOSITORY
+    assert shown["Description-Content-Type"] == "text/markdown"
+    links = LINK.findall(shown.get_payload())
+    assert links
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+
+
+def test_links_of_the_wheels_description_lead_to_files_of_its_release(artefacts: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(artefacts[0]) as wheel:
+        text = wheel.read("anygauge-0.1.0.dist-info/METADATA").decode()
+    pages = re.findall(re.escape(REPOSITORY) + r"/blob/v0\.1\.0/([^)\s#]+)", text)
+    images = re.findall(
+        r"!\[[^\]]*\]\(https://raw\.githubusercontent\.com/anygauge/anygauge/v0\.1\.0/(\S+)\)", text
+    )
+    assert len(pages) > 30
+    assert [path for path in (*pages, *images) if not (ROOT / path).exists()] == []
+
+
 def test_sdist_is_enough_to_build_and_no_more(artefacts: tuple[Path, Path]) -> None:
     with tarfile.open(artefacts[1]) as sdist:
         names = {name.split("/", 1)[1] for name in sdist.getnames()}
@@ -80,12 +115,17 @@ def test_sdist_is_enough_to_build_and_no_more(artefacts: tuple[Path, Path]) -> N
     assert not [
         name for name in names if name.startswith(("tests/", "backends/cuda", "backends/npu", ".ci/"))
     ]
+    assert {"docs/architecture.md", "examples/arithmetic_grpo.toml"} <= names
 
 
 def test_install_of_the_wheel(artefacts: tuple[Path, Path], make_environment: Callable[[], Any]) -> None:
     environment = make_environment()
     environment.pip_install(artefacts[0])
     check_install(environment, environment.path)
+    recipe = environment.run_python("from anygauge.cli.demo import RECIPE; print(RECIPE.read_text(), end='')")
+    assert recipe == (ROOT / "examples" / "arithmetic_grpo.toml").read_text(encoding="utf-8")
+    assert "--seed" in environment.run_anygauge("demo", "--help")
+    environment.run_python("import anygauge.cli.demo.inputs")
 
 
 def test_editable_install_of_the_project_and_both_backends(

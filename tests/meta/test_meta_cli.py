@@ -7,6 +7,7 @@ import argparse
 from anygauge.cli.entry import COMMANDS, make_parser
 
 SURFACE = {
+    "demo": ["--seed", "--backend"],
     "init": ["--model", "--devices", "--backend", "--engine", "--task", "--data", "--out", "--force"],
     "import": ["project", "file", "--out", "--force", "--backend"],
     "train": ["config", "--backend", "--resume", "--overwrite", "--dry-run", "--no-file-check", "--keys"],

@@ -9,10 +9,13 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from anygauge.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = sorted((ROOT / "requirements").glob("*.txt"))
@@ -23,9 +26,16 @@ INSTALLED_APART = {"sglang"}
 OWN = {"anygauge", "anygauge_hooks", "anygauge_models", "anygauge_cpu", "anygauge_cuda", "anygauge_npu"}
 
 
+def project(folder: str) -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
+    return table
+
+
 def declared(extra: str | None = None, *, folder: str = ".") -> list[Requirement]:
-    project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    texts = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    table = project(folder)
+    texts = table["optional-dependencies"][extra] if extra else table["dependencies"]
     return [Requirement(text) for text in texts]
 
 
@@ -81,11 +91,22 @@ def test_the_set_of_ascend_differs_from_the_run_time_set_where_ascend_needs_it_a
 
 @pytest.mark.parametrize("backend", ["cuda", "npu"])
 def test_a_backends_wheel_has_a_description_and_the_license(backend: str) -> None:
-    folder = ROOT / "backends" / backend
-    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["license-files"] == ["LICENSE"]
+    folder, table = ROOT / "backends" / backend, project(f"backends/{backend}")
+    assert table["license-files"] == ["LICENSE"]
+    assert not (folder / "LICENSE").is_symlink()  # a link leads out of the sdist
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    assert (folder / project["readme"]).read_text(encoding="utf-8").startswith(f"# {project['name']}\n")
+    assert (folder / table["readme"]).read_text(encoding="utf-8").startswith(f"# {table['name']}\n")
+
+
+def test_the_distributions_have_one_version_and_name_each_other_by_it() -> None:
+    projects = {folder: project(folder) for folder in (".", "backends/cuda", "backends/npu")}
+    assert {each["version"] for each in projects.values()} == {__version__}
+    assert len({each["urls"]["Repository"] for each in projects.values()}) == 1
+    for backend in ("cuda", "npu"):
+        assert projects["."]["optional-dependencies"][backend] == [
+            f"anygauge-{backend}[vendor]=={__version__}"
+        ]
+        assert projects[f"backends/{backend}"]["dependencies"] == [f"anygauge=={__version__}"]
 
 
 @pytest.mark.parametrize("backend", ["cuda", "npu"])

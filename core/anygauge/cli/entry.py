@@ -13,6 +13,7 @@ from types import TracebackType
 from anygauge.cli import (
     check_model,
     convert,
+    demo,
     doctor,
     hooks,
     import_,
@@ -39,6 +40,7 @@ from anygauge_hooks.errors import AnygaugeError, WorkerFailedError
 __all__ = ["COMMANDS", "make_parser", "run"]
 
 COMMANDS = {
+    "demo": demo,
     "init": init,
     "import": import_,
     "train": train,
@@ -53,7 +55,7 @@ COMMANDS = {
     "convert": convert,
 }
 """Modules with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``."""
-WITH_CONFIG = ("train", "eval", "launch")
+WITH_CONFIG = ("demo", "train", "eval", "launch")
 """Commands that take config keys as options."""
 
 
