@@ -5,13 +5,14 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vlm demo-audio test test-fsdp test-parallel test-npu-set test-npu-sim test-sglang dist test-dist lint soak bench clean
+.PHONY: help demo demo-vlm demo-audio test test-fsdp test-parallel test-npu-set test-npu-sim test-sglang dist test-dist docs docs-serve lint soak bench clean
 
 VENV := .venv
 SIM_VENV := .venv-npu-sim
 NPU_VENV := .venv-npu
 SGLANG_VENV := .venv-sglang
 DIST_VENV := .venv-dist
+DOCS_VENV := .venv-docs
 BIN := $(VENV)/bin
 # The first of these that runs and is new enough; a name alone proves nothing where a version manager puts stand-ins.
 IS_SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -96,6 +97,12 @@ test-dist: dist $(DIST_VENV)/.installed ## install the wheels of dist/ alone; ru
 	  $$bin/anygauge demo --backend cpu --run.steps 20; \
 	  $$bin/python -m pytest -q --pyargs anygauge.testing.conformance --backend cpu
 
+docs: $(DOCS_VENV)/.installed ## build the documentation site in build/site; a broken link fails
+	$(DOCS_VENV)/bin/mkdocs build --strict --quiet --clean
+
+docs-serve: $(DOCS_VENV)/.installed ## show the documentation site while its pages change
+	$(DOCS_VENV)/bin/mkdocs serve --livereload
+
 lint: $(VENV)/.dev ## check format, lint, types and import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -110,7 +117,7 @@ bench: $(VENV)/.dev ## measure the CPU figures of the documents
 	$(BIN)/python bench/balance.py
 
 clean: ## remove the environments, but not runs/
-	rm -rf $(VENV) $(NPU_VENV) $(SIM_VENV) $(SGLANG_VENV) $(DIST_VENV)
+	rm -rf $(VENV) $(NPU_VENV) $(SIM_VENV) $(SGLANG_VENV) $(DIST_VENV) $(DOCS_VENV)
 
 # An environment that a failed command left behind has no stamp and is made again.
 define make_venv
@@ -184,4 +191,12 @@ $(DIST_VENV)/.python:
 $(DIST_VENV)/.installed: requirements/cpu.txt requirements/dev.txt | $(DIST_VENV)/.python
 	$(DIST_VENV)/bin/python $(PIP) install --quiet -r requirements/cpu.txt
 	$(DIST_VENV)/bin/python $(PIP) install --quiet -c requirements/dev.txt pytest
+	@touch $@
+
+$(DOCS_VENV)/.python:
+	$(make_venv)
+	@touch $@
+
+$(DOCS_VENV)/.installed: requirements/docs.txt | $(DOCS_VENV)/.python
+	$(DOCS_VENV)/bin/python $(PIP) install --quiet -r requirements/docs.txt
 	@touch $@

@@ -7,8 +7,10 @@ import importlib
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from anygauge.config.keys import PAGES
 from anygauge.config.validate import keys, sections
@@ -40,6 +42,19 @@ def test_every_relative_link_resolves(document: Path) -> None:
         if not target.exists() or (fragment and fragment not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+def test_links_out_of_the_site_lead_to_files_of_the_repository() -> None:
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    change = runpy.run_path(str(ROOT / "docs/site/pages.py"))["on_page_markdown"]
+    files = f"{site['repo_url']}/blob/main/"
+    targets = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        file = SimpleNamespace(src_uri=page.relative_to(ROOT / "docs").as_posix())
+        text = change(page.read_text(encoding="utf-8"), page=SimpleNamespace(file=file), config=site)
+        targets += [link.removeprefix(files) for link in LINK.findall(text) if link.startswith(files)]
+    assert len(targets) > 20
+    assert [name for name in targets if not (ROOT / name.partition("#")[0]).is_file()] == []
 
 
 def test_every_config_key_is_documented() -> None:
