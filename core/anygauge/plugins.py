@@ -656,8 +656,9 @@ def find_backend(plugins: Plugins, backends: Mapping[str, BackendSpec], name: st
     :raises UnknownBackendError: It is not installed.
     :raises BackendUnavailableError: It is, but its plugin failed to load.
     """
-    if name in backends:
-        return backends[name]
+    named = (spec for spec in backends.values() if name in spec.aliases)
+    if (spec := backends.get(name) or next(named, None)) is not None:
+        return spec
     if name in plugins.load_errors:
         error = plugins.load_errors[name]
         raise BackendUnavailableError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NewType, Protocol
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -24,6 +24,7 @@ __all__ = [
     "ConfigChange",
     "ConfigProblem",
     "Device",
+    "FunctionPath",
     "Graph",
     "HostCheck",
     "LoadedPlugins",
@@ -36,6 +37,9 @@ __all__ = [
     "WorkerContext",
 ]
 
+FunctionPath = NewType("FunctionPath", str)
+"""Annotation of an option that names a function, ``package.module:function``: the checks of the config import
+it, before anything starts."""
 AcceleratorIds = Sequence[str]
 """Physical device ids as a scheduler reports them."""
 
@@ -103,6 +107,8 @@ class BackendSpec:
     know the device. A launcher translates it into its own options."""
     local_device: Callable[[AcceleratorIds, Mapping[str, str]], int]
     """The device index inside this process, from the ids that a scheduler assigned and the environment."""
+    aliases: Sequence[str] = ()
+    """Other names that ``--backend`` takes."""
     visible_devices_env: str | None = None
     """The environment variable that hides devices, or ``None`` if there is none."""
     visible_devices: Callable[[str], Sequence[str]] = _between_commas

@@ -210,8 +210,8 @@ def long_prompt() -> None:
 def occupied_directory() -> None:
     config = load(load_plugins(only=["cpu"]))
     for _ in range(2):
-        with open_run_directory(config, {}):
-            pass
+        with open_run_directory(config, {}) as directory:
+            (directory.path / "metrics.jsonl").write_text('{"train/step": 1}')
 
 
 def name_not_in_the_cache() -> None:

@@ -634,6 +634,14 @@ def test_a_backend_is_found_whether_or_not_it_can_run(plugins: Plugins) -> None:
         find_backend(plugins, found, "nope")
 
 
+def test_an_alias_names_a_backend_unless_it_is_the_name_of_another(plugins: Plugins) -> None:
+    plugins.register(Provides(replace(backend("fast"), aliases=("quick", "other"))), "fast")
+    plugins.register(Provides(backend("other")), "other")
+    known = plugins.named("register_backends")
+    assert find_backend(plugins, known, "quick").name == "fast"
+    assert find_backend(plugins, known, "other").name == "other"
+
+
 def test_a_published_backend_comes_with_its_command(plugins: Plugins) -> None:
     names = published_backends()
     assert len(names) == 2

@@ -19,6 +19,7 @@ CUDA = BackendSpec(
     device_type="cuda",
     dist_backend="nccl",
     probe=probe.probe,
+    aliases=("gpu",),
     scheduler_resource="GPU",
     local_device=env.local_device,
     visible_devices_env=env.VISIBLE_DEVICES,

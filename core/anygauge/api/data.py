@@ -48,7 +48,7 @@ def is_rows(data: object) -> bool:
     if not isinstance(data, Iterable):
         raise DataError(
             f"The data is {type(data).__name__}, which has no rows.",
-            hint="Give a list of dicts, a Dataset, a DataFrame, or the path of a JSONL or Parquet file.",
+            hint="Give a list of dicts, a Dataset, a DataFrame, or the path of a JSONL, Parquet or CSV file.",
         )
     return True
 

@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from anygauge.run_directory.checkpoint_reader import Checkpoint
     from anygauge_hooks.types import BackendSpec, RunInfo
 
-__all__ = ["Evaluation", "Loaded", "evaluate_loaded", "load", "load_evaluation", "say", "train_loaded"]
+__all__ = [
+    "Evaluation",
+    "Loaded",
+    "evaluate_loaded",
+    "find_local_modules",
+    "load",
+    "load_evaluation",
+    "say",
+    "train_loaded",
+]
 
 Say = Callable[[str], None]
 """Takes a line for the user."""
@@ -186,13 +195,17 @@ def _above(overrides: Overrides, fixed: Sequence[tuple[str, Any]]) -> Overrides:
     return merge(overrides, read_overrides(fixed)[0])
 
 
+def find_local_modules() -> None:
+    """Let modules of the current directory be found, as `python -m` does: a config may name some."""
+    if not {"", os.getcwd()} & {*sys.path}:
+        sys.path.append(os.getcwd())
+
+
 def _plugins(more: Mapping[str, object]) -> Plugins:
     """Return the installed plugins and those of this run."""
     from anygauge.plugins import load_plugins
 
-    # `python -m` and scripts find modules of the current directory, and so must a reward named in a config.
-    if not {"", os.getcwd()} & {*sys.path}:
-        sys.path.append(os.getcwd())
+    find_local_modules()
     plugins = load_plugins()
     for name, plugin in more.items():
         plugins.register(plugin, name)

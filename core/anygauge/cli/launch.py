@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ class _Plan:
     port: int
     train: list[str]
     """The command of the run."""
+    needed: int | None
+    """Devices that the run uses, if a config says so."""
 
     @property
     def head(self) -> list[str]:
@@ -111,6 +114,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
         cluster=cluster,
         nodes=args.nodes,
         devices=_devices(args, config),
+        needed=_needed(config) if config else None,
         host=host,
         port=_port(args.head or "") or free_port(host),
         train=_train(args, config),
@@ -126,6 +130,7 @@ def _train(args: argparse.Namespace, config: Config | None) -> list[str]:
 
 
 def _config(args: argparse.Namespace, backend: BackendSpec) -> Config | None:
+    from anygauge.api.start import find_local_modules
     from anygauge.config import load_config
     from anygauge.plugins import load_plugins
 
@@ -133,6 +138,7 @@ def _config(args: argparse.Namespace, backend: BackendSpec) -> Config | None:
         if args.overrides:
             args.parser.error(f"{args.overrides[0]} changes a config; name one")
         return None
+    find_local_modules()
     loaded = load_config(
         args.config, args.overrides, backend=backend, plugins=load_plugins(), check_files=False
     )
@@ -144,9 +150,7 @@ def _devices(args: argparse.Namespace, config: Config | None) -> int:
 
     :raises PlacementError: The cluster would be too small for the run.
     """
-    placement = config.placement if config else None
-    engines = placement.rollout_workers if placement and not placement.colocated else 0
-    needed = placement.train_workers + engines if placement else 1
+    needed = _needed(config) if config else 1
     devices: int = args.devices or -(-needed // args.nodes)
     if devices * args.nodes < needed:
         raise PlacementError(
@@ -155,6 +159,11 @@ def _devices(args: argparse.Namespace, config: Config | None) -> int:
             hint="Raise --nodes or --devices, or lower placement.train_workers and rollout_workers.",
         )
     return devices
+
+
+def _needed(config: Config) -> int:
+    placement = config.placement
+    return placement.train_workers + (0 if placement.colocated else placement.rollout_workers)
 
 
 def _host(args: argparse.Namespace, cluster: Cluster) -> str:
@@ -181,6 +190,9 @@ def _port(head: str) -> int | None:
 def _lines(plan: _Plan) -> Iterator[str]:
     environment = ["export", "RAY_AUTH_MODE=token", "RAY_USAGE_STATS_ENABLED=0"]
     yield f"# {plan.nodes} node(s) with {plan.devices} device(s) each, backend {plan.backend.name}"
+    total = plan.nodes * plan.devices
+    if plan.needed is not None and plan.needed < total:
+        yield f"# NOTE: the run uses {plan.needed} of these {total} devices: see placement.train_workers"
     yield "# 1. Once: the secret of the cluster. Every node needs the same file ~/.ray/auth_token."
     yield "(umask 077; test -s ~/.ray/auth_token || ray get-auth-token --generate > /dev/null)"
     yield "# 2. In the shell of every node."
@@ -216,9 +228,26 @@ def _start(plan: _Plan, part: str) -> None:
         _ensure_token(may_make=part == "head")
     chosen = plan.cluster.interface or plan.cluster.ip_version != "any"
     own = address_of(host_addresses(), plan.cluster, single_host=False) if chosen else None
+    if part == "head":
+        _require_free_port(plan.host, plan.port)
     command = plan.head if part == "head" else plan.worker(own)
     print(shlex.join(command), file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, "-m", "ray.scripts.scripts", *command[1:], "--block"])
+
+
+def _require_free_port(host: str, port: int) -> None:
+    """Look whether a head can listen; Ray itself fails with a traceback.
+
+    :raises PlacementError: It cannot.
+    """
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise PlacementError(
+            f"The head cannot listen on port {port} of {host}: {error.strerror}.",
+            hint="Name an address of this host and a free port: --head HOST:PORT. If a cluster of an earlier "
+            "run has it, end that with `ray stop`.",
+        ) from error
 
 
 def _ensure_token(*, may_make: bool) -> None:

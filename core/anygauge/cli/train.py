@@ -77,6 +77,8 @@ def _print_resolved(config: Config, *, check_files: bool) -> None:
 
     for each in unresolved(localized(config, download=False)) if check_files else ():
         _say(f"not checked: {each.key} = {str(each)!r} is not in the cache; a run downloads it")
+        if "did you mean" in (local := each.local_clause()):
+            _say(f"             as a path, {local}")
     print(dump_config(config), end="")
 
 

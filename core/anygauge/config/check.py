@@ -29,6 +29,7 @@ from anygauge.config.rules.parallel import (
     role_rule,
 )
 from anygauge.config.rules.placement import cluster_rule, colocation_rules, engines_rule
+from anygauge.config.rules.resume import resume_rule
 from anygauge.config.rules.reward import label_rule, reward_functions, reward_rule
 from anygauge.config.rules.rollout import control_functions, control_rule
 from anygauge.config.rules.weight_sync import weight_sync_rules
@@ -194,12 +195,6 @@ def _task(config: Config, user_keys: Collection[str]) -> Problems:
             yield ConfigProblem(path=path, found=_at(config, path), hint=hint)
 
 
-def _resume(config: Config, user_keys: Collection[str]) -> Problems:
-    if config.run.resume and config.run.overwrite:
-        hint = "run.overwrite deletes the run that run.resume continues; give one of them"
-        yield ConfigProblem(path="run.resume", found=True, hint=hint)
-
-
 def _schedule(config: Config, user_keys: Collection[str]) -> Problems:
     train = config.train
     if train.min_lr > train.lr:
@@ -251,7 +246,7 @@ RULES = (
     Check(reward_rule, ("reward", "eval.datasets", "rollout.max_new_tokens")),
     Check(_evaluation, ("eval",)),
     Check(_task, ("run.task",)),
-    Check(_resume, ("run.resume", "run.overwrite")),
+    Check(resume_rule, ("run.resume", "run.overwrite", "run.accept_changes")),
     Check(debug_rule, ("debug", "run.task")),
     Check(health_rule, ("health", "run.stop_on", "train.dtype", "rollout.dtype")),
     Check(

@@ -12,14 +12,14 @@ from anygauge.config.schema import DataFile
 __all__ = ["NO_FILE", "WANTED", "dataset_name", "meant_slice", "split_slice", "why_no_file"]
 
 NO_FILE = "no such file"
-WANTED = "name JSONL or Parquet files"
+WANTED = "name JSONL, Parquet or CSV files"
 
 _SLICE = re.compile(r"@\[[^/]*$")
 _BOUNDS = re.compile(r"@\[\s*(-?\d+)?\s*:\s*(-?\d+)?\s*\]")
 _BARE = re.compile(r"(.*[^@])(\[\s*-?\d*\s*:\s*-?\d*\s*\])")
 """A path whose slice lacks its ``@``."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-_SUFFIXES = (".jsonl", ".json", ".parquet")
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _MOST_NAMED = 3
 _KINDS = (
     (stat.S_ISDIR, "a directory"),

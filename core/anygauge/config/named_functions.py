@@ -9,7 +9,7 @@ from typing import Any
 
 from anygauge.plugins import IMPORTABLE, Plugins, imported, is_import_path
 from anygauge_hooks.errors import UnknownNameError
-from anygauge_hooks.types import ConfigProblem
+from anygauge_hooks.types import ConfigProblem, FunctionPath
 
 __all__ = ["failed_plugins", "import_problems", "name_problems", "option_problems", "taken_options"]
 
@@ -17,6 +17,8 @@ NOT_OPTIONS = ("response", "label", "metadata", "prompt")
 """Arguments that the core passes to a reward function. Those that it passes to an estimator have no
 default."""
 
+FUNCTION_PATH = (FunctionPath, FunctionPath.__name__)
+"""The annotation of such an option, also of a module that does not evaluate its annotations."""
 PYTHON = "python."
 """Begins the names of functions that a program gave and that only its process has."""
 
@@ -67,7 +69,7 @@ def import_problems(path: str, name: str) -> Problems:
 
 
 def option_problems(path: str, name: str, fn: Callable[..., Any], options: Mapping[str, Any]) -> Problems:
-    """Yield which options a registered function does not take, and which it lacks.
+    """Yield which options a registered function does not take, which it lacks, and which lead nowhere.
 
     :param path: Path of the table that holds the options.
     """
@@ -81,6 +83,8 @@ def option_problems(path: str, name: str, fn: Callable[..., Any], options: Mappi
     for option, parameter in known.items():
         if parameter.default is Parameter.empty and option not in options:
             yield ConfigProblem(path=f"{path}.{option}", found=None, hint=f"{name!r} needs it")
+        if parameter.annotation in FUNCTION_PATH and option in options:
+            yield from import_problems(f"{path}.{option}", str(options[option]))
 
 
 def taken_options(function: Callable[..., Any], options: Collection[str]) -> list[str]:

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from anygauge.config.schema import Config
+from anygauge.config.schema import Config, DType
+from anygauge.config.schema.section import NAME_PATTERN
 from anygauge.config.tree import Tree, merge, plain, remove
 from anygauge.migrate.table import foreign_keys, rows
 from anygauge_hooks.types import ConfigProblem
@@ -37,6 +38,15 @@ NONE = "none"
 QUOTES = "write it in quotes: "
 """Starts the hint to a string that was written as a number; the number in quotes follows."""
 
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+"""Short names, which Megatron, SGLang and others take."""
+HALF = ("fp16", "float16", "half")
+USUAL = {
+    **dict.fromkeys(("algorithm.name", "algorithm.type"), "algorithm.advantage"),
+    **dict.fromkeys(("model.name", "model.name_or_path"), "model.path"),
+    **dict.fromkeys(("data.path", "data.file", "data.files"), "data.train"),
+}
+"""Keys that people try first, in whose table no key has a similar name."""
 _UNIONS = (typing.Union, types.UnionType)
 _PLACEHOLDERS: Tree = {
     "run": {"name": "unnamed"},
@@ -62,7 +72,7 @@ def validate(tree: Mapping[str, Any]) -> Checked:
     Values keep their TOML types: a string is no number, a number no switch. A wrong value is replaced by its
     default, so that what depends on others can be checked in the same pass.
     """
-    tree = {name: _with_none(table, _kind_below(Config, name)) for name, table in tree.items()}
+    tree = {name: _as_written(table, _kind_below(Config, name)) for name, table in tree.items()}
     try:
         return Checked(_parse(tree), (), frozenset())
     except ValidationError as error:
@@ -123,17 +133,19 @@ def accepts_none(field: FieldInfo) -> bool:
     return types.NoneType in typing.get_args(field.annotation)
 
 
-def _with_none(value: Any, kind: Any) -> Any:
-    """Return a value with null for ``"none"`` wherever the schema takes it, at any depth.
+def _as_written(value: Any, kind: Any) -> Any:
+    """Return a value with null for ``"none"`` and the full names of dtypes, wherever the schema takes these.
 
     :param kind: Type of the value in the schema.
     """
     if value == NONE and types.NoneType in typing.get_args(kind):
         return None
+    if isinstance(value, str) and _bare(kind) == DType:
+        return DTYPES.get(value, value)
     if isinstance(value, Mapping):
-        return {key: _with_none(item, _kind_below(kind, key)) for key, item in value.items()}
+        return {key: _as_written(item, _kind_below(kind, key)) for key, item in value.items()}
     if isinstance(value, list):
-        return [_with_none(item, _kind_below(kind, number)) for number, item in enumerate(value)]
+        return [_as_written(item, _kind_below(kind, number)) for number, item in enumerate(value)]
     return value
 
 
@@ -208,6 +220,8 @@ def _missing_hint(loc: Sequence[int | str]) -> str:
 def _unknown_hint(loc: Sequence[int | str]) -> str:
     name, table = str(loc[-1]), _section(loc[:-1])
     assert table is not None
+    if usual := USUAL.get(_path(loc)):
+        return f"unknown key; did you mean {usual}?"
     known = table.model_fields
     elsewhere = [f"{section}.{name}" for section, model in sections() if name in model.model_fields]
     if not elsewhere and (hint := _foreign_hint(name)):
@@ -236,10 +250,24 @@ def _value_hint(detail: ErrorDetails) -> str:
     if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
         text += f'; {QUOTES}"{json.dumps(detail["input"])}"'
     if detail["type"] == "tuple_type":
-        text += f": [{json.dumps(detail['input'], default=str)}]"
+        text += f": {_as_list(detail['input'])}"
+    if detail["type"] == "string_pattern_mismatch" and detail["ctx"]["pattern"] == NAME_PATTERN:
+        text = "must begin with a letter or a digit, and have only letters, digits, '.', '_' and '-'"
     if field is not None and accepts_none(field):
         text += f', or "{NONE}"'
+    if detail["type"] == "literal_error" and detail["input"] in HALF:
+        text += "; float16 is not supported, and bfloat16 has the same size"
     return text.replace("must be an object", "must be a table")
+
+
+def _as_list(value: Any) -> str:
+    """Return the array that a value was to be: ``0.9,0.99`` is two numbers."""
+    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else []
+    try:
+        numbers = [json.loads(part) for part in parts]
+    except ValueError:
+        numbers = []
+    return json.dumps(numbers or [value], default=str)
 
 
 def describe(field: FieldInfo) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.data.cache import IndexCache, no_place
+from anygauge.data.csv_rows import count_csv_rows, is_csv, read_csv
 from anygauge.data.lines import Line, count_lines, file_identity, read_slice
 from anygauge.data.parquet import count_rows, is_parquet, read_parquet
 from anygauge.data.problems import BadMediaError, BadRowError, Problems
@@ -136,10 +137,10 @@ def _load(directory: Path, path: Path, key: Mapping[str, Any]) -> FileIndex:
     :raises ValueError: It is damaged.
     """
     summary = read_json(directory / _SUMMARY)
-    lines = directory / _LINES if is_parquet(path) else path
+    lines = directory / _LINES if _is_converted(path) else path
     if summary["key"] != key:
         raise ValueError("it belongs to another file")
-    if is_parquet(path) and lines.stat().st_size != summary["lines_size"]:
+    if _is_converted(path) and lines.stat().st_size != summary["lines_size"]:
         raise ValueError(f"{_LINES} has another size")
     if _checksum(directory / _ROWS) != summary["checksum"]:
         raise ValueError(f"{_ROWS} has another checksum")
@@ -199,14 +200,8 @@ def _make(path: Path, rows: slice, reader: RowReader, directory: Path, key: Mapp
         logger.info("checking every row of %s; what is found is kept for the next start", path)
     with ExitStack() as stack:
         output = stack.enter_context((directory / _ROWS).open("wb"))
-        if is_parquet(path):
-            copy = stack.enter_context((directory / _LINES).open("wb"))
-            needed, only_needed = reader.columns()
-            lines = read_parquet(
-                path, rows, copy, needed=needed, only_needed=only_needed, media=reader.media_columns
-            )
-        else:
-            lines = read_slice(path, rows)
+        copy = stack.enter_context((directory / _LINES).open("wb")) if _is_converted(path) else None
+        lines = read_slice(path, rows) if copy is None else _converted(path, rows, reader, copy)
         counts, problems = _check_rows(path, lines, reader, output)
     if file_identity(path) != identity:
         raise DataError(f"{path} changed while it was read.", hint="Start again once it is complete.")
@@ -214,6 +209,18 @@ def _make(path: Path, rows: slice, reader: RowReader, directory: Path, key: Mapp
         raise _no_rows(path, rows)
     _write_summary(directory, {"key": key, **counts})
     return problems
+
+
+def _is_converted(path: Path) -> bool:
+    """Return whether the rows of a file are copied as JSON lines."""
+    return is_parquet(path) or is_csv(path)
+
+
+def _converted(path: Path, rows: slice, reader: RowReader, copy: BinaryIO) -> Iterator[Line]:
+    if is_csv(path):
+        return read_csv(path, rows, copy)
+    needed, only_needed = reader.columns()
+    return read_parquet(path, rows, copy, needed=needed, only_needed=only_needed, media=reader.media_columns)
 
 
 def _check_rows(
@@ -255,9 +262,9 @@ def _write_summary(directory: Path, facts: Mapping[str, Any]) -> None:
 
 def _no_rows(path: Path, rows: slice) -> DataError:
     """Return the error of a file, or of a slice of it, in which there is nothing."""
-    count = count_rows(path) if is_parquet(path) else count_lines(path)
+    count = _count_rows(path)
     if not count:
-        hint = "Write rows into it." if is_parquet(path) else "Write one JSON object per line."
+        hint = "Write rows into it." if _is_converted(path) else "Write one JSON object per line."
         return DataError(f"{path} has no rows.", hint=hint)
     start, stop = ("" if bound is None else bound for bound in (rows.start, rows.stop))
     return DataError(
@@ -266,5 +273,11 @@ def _no_rows(path: Path, rows: slice) -> DataError:
     )
 
 
+def _count_rows(path: Path) -> int:
+    if is_csv(path):
+        return count_csv_rows(path)
+    return count_rows(path) if is_parquet(path) else count_lines(path)
+
+
 def _place(path: Path, number: int) -> str:
-    return f"{path}: row {number}" if is_parquet(path) else f"{path}:{number}"
+    return f"{path}: row {number}" if _is_converted(path) else f"{path}:{number}"

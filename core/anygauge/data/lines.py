@@ -13,7 +13,7 @@ from anygauge_hooks.errors import DataError
 
 __all__ = ["Identity", "Line", "count_lines", "file_identity", "read_slice", "resolve_slice", "unreadable"]
 
-HINT = "data.train and eval.data are lists of JSONL or Parquet files."
+HINT = "data.train and eval.data are lists of JSONL, Parquet or CSV files."
 
 
 class Line(NamedTuple):

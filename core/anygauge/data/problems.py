@@ -10,7 +10,7 @@ from anygauge_hooks.errors import DataError
 __all__ = ["MAX_REPORTED", "BadMediaError", "BadRowError", "Problems"]
 
 MAX_REPORTED = 5
-"""Bad rows that an error lists."""
+"""Problems that an error lists."""
 
 
 class BadRowError(Exception):
@@ -30,9 +30,10 @@ class BadMediaError(BadRowError):
 
 @dataclass(slots=True)
 class Problems:
-    """The first of the bad rows, and how many there are."""
+    """The first of the problems of bad rows, and how many rows there are."""
 
-    listed: list[str] = field(default_factory=list)
+    listed: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """First place and number of rows, by problem: a wrong key is one problem of all rows."""
     hint: str = "Correct the rows, or set data.input_key and data.label_key to the fields they have."
     count: int = 0
 
@@ -41,18 +42,23 @@ class Problems:
 
         :param place: File and line.
         """
-        self.count += 1
-        if self.count == 1:
+        if not self.count:
             self.hint = problem.hint or self.hint
-        if self.count <= MAX_REPORTED:
-            self.listed.append(f"{place}: {problem}")
+        self._add(str(problem), place, 1)
+        self.count += 1
 
     def extend(self, others: Problems) -> None:
         """Add the bad rows of another file."""
         if not self.count:
             self.hint = others.hint
+        for problem, (place, num_rows) in others.listed.items():
+            self._add(problem, place, num_rows)
         self.count += others.count
-        self.listed += others.listed[: MAX_REPORTED - len(self.listed)]
+
+    def _add(self, problem: str, place: str, num_rows: int) -> None:
+        if problem in self.listed or len(self.listed) < MAX_REPORTED:
+            first, before = self.listed.get(problem, (place, 0))
+            self.listed[problem] = first, before + num_rows
 
     def report(self, num_rows: int) -> NoReturn:
         """Raise the error of all rows that were added.
@@ -60,8 +66,13 @@ class Problems:
         :param num_rows: Good and bad.
         :raises DataError: Always.
         """
-        more = self.count - len(self.listed)
-        listed = [*self.listed, *([f"... and {more} more"] if more else [])]
+        lines = [_line(problem, *where) for problem, where in self.listed.items()]
+        more = self.count - sum(rows for _, rows in self.listed.values())
+        listed = [*lines, *([f"... and {more} more"] if more else [])]
         raise DataError(
             f"{self.count} of {num_rows} rows cannot be used:\n  " + "\n  ".join(listed), hint=self.hint
         )
+
+
+def _line(problem: str, place: str, num_rows: int) -> str:
+    return f"{place}: {problem}" + (f" (and {num_rows - 1} more rows like it)" if num_rows > 1 else "")

@@ -410,8 +410,11 @@ def _parse_object(content: bytes) -> dict[str, Any]:
 def _parse_json(content: bytes) -> Any:
     try:
         text = content.decode("utf-8-sig")
-    except ValueError as error:
-        raise BadRowError(f"is not JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise BadRowError(
+            f"is not UTF-8: byte {content[error.start]:#x} at position {error.start}",
+            hint="Save the file in UTF-8, such as with `iconv -f ENCODING -t UTF-8 OLD > NEW`.",
+        ) from error
     return _parse_text(text)
 
 

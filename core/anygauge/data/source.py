@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileSource:
-    """Draws prompts from JSONL and Parquet files, epoch after epoch.
+    """Draws prompts from JSONL, Parquet and CSV files, epoch after epoch.
 
     Two sources with the same files, settings and seed draw the same prompts. Without weights, each row is
     drawn once an epoch. With weights, each draw picks a file by weight, and each file has its own epochs.
@@ -125,8 +125,9 @@ class FileSource:
         if difference:
             raise DataError(
                 f"The data has changed since the run was saved: {difference}.",
-                hint="Restore the files and settings of [data], then continue with --resume; or start a new "
-                "run from the saved model.",
+                hint="Restore the files and settings of [data], then continue with --resume. To continue "
+                "with the new data, add --run.accept_changes '[\"data\"]'; or start a new run from the "
+                "saved model.",
             )
 
     # -------------------------------------------------------------------------

@@ -62,7 +62,9 @@ class Client:
 
     def _error(self, name: HubName, explanation: Explanation) -> HubError:
         message, hint = explanation
-        return HubError(f"{name.key} = {str(name)!r}: {message}.", hint=hint)
+        local = name.local_clause()
+        local = f"\n  For a path: {local}" if local else ""
+        return HubError(f"{name.key} = {str(name)!r}: {message}.{local}", hint=hint)
 
     def _disk_is_full(self, error: BaseException) -> Explanation | None:
         if not (isinstance(error, OSError) and error.errno in FULL):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Literal
 __all__ = ["DATASETS", "HubName", "data_name", "model_name"]
 
 DATASETS = "hf://datasets/"
+MOST_MEANT = 3
 
 _REPOSITORY = r"(?=[^@]{3,96}(?:@|$))(?![^@]*(?:--|\.\.))[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*(?<![.-])"
 _MODEL = re.compile(rf"(?P<repository>{_REPOSITORY})(?:@(?P<revision>[^@]+))?", re.ASCII)
@@ -41,9 +43,28 @@ class HubName:
             return f"{self.repository}{revision}"
         return f"{DATASETS}{self.repository}{revision}/{self.file}{self.rows}"
 
+    def local_clause(self) -> str:
+        """Return that a model's name is no directory here, with directories that were meant, as a clause."""
+        if self.kind != "model":
+            return ""
+        clause = f"it is not a directory in {Path.cwd()}"
+        meant = _similar_directories(Path(self.repository))
+        return f"{clause}; did you mean {' or '.join(meant)}?" if meant else clause
+
     def at(self, revision: str) -> HubName:
         """Return the same name at another revision."""
         return replace(self, revision=revision)
+
+
+def _similar_directories(path: Path) -> list[str]:
+    """Return directories next to a path that does not exist, or below one whose name is like its parent's."""
+    folders = [each.name for each in Path().iterdir() if each.is_dir()]
+    if path.parent.name in folders:
+        there = [each.name for each in path.parent.iterdir() if each.is_dir()]
+        close = difflib.get_close_matches(path.name, there, n=MOST_MEANT, cutoff=0.3) or sorted(there)
+        return [str(path.parent / name) for name in close[:MOST_MEANT]]
+    parents = difflib.get_close_matches(path.parent.name, folders, n=MOST_MEANT)
+    return [name for name in (f"{parent}/{path.name}" for parent in parents) if Path(name).is_dir()]
 
 
 def model_name(key: str, path: Path, revision: str | None = None) -> HubName | None:

@@ -12,6 +12,7 @@ from anygauge.plugins import imported
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, Sample
 from anygauge_hooks.rollout import Draft, Rollout
+from anygauge_hooks.types import FunctionPath
 
 __all__ = ["multi_turn"]
 
@@ -21,7 +22,7 @@ async def multi_turn(
     prompt: Prompt,
     seed: int,
     *,
-    tool: str,
+    tool: FunctionPath,
     max_turns: int = 4,
     start: str = "<call>",
     end: str = "</call>",

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
@@ -21,8 +22,10 @@ from anygauge.config.rules.file import INPUTS
 from anygauge.disk import ABANDONED, free_name
 from anygauge.failures import on_failure
 from anygauge.health.record import HEALTH_FILE
+from anygauge.observability.jsonl import METRICS_FILE
 from anygauge.observability.report.run_files import ENVIRONMENT_FILE
-from anygauge.run_directory.checkpoint_reader import Checkpoint, latest_checkpoint
+from anygauge.run_directory.checkpoint_reader import DIRECTORY as CHECKPOINTS
+from anygauge.run_directory.checkpoint_reader import Checkpoint, checkpoint_paths, latest_checkpoint
 from anygauge.run_directory.resume import apply_changes, is_changed, set_aside
 from anygauge_hooks.errors import CheckpointError
 
@@ -40,12 +43,14 @@ LOGS_BEFORE = "logs.before"
 """Logs of the run that is about to be overwritten."""
 OWN = (
     *(*MARKS, "config.until-step-*.toml", "capabilities.json", "run.json", "report.html", ".run.json.*"),
-    *(".report.html.*", "metrics.jsonl", "samples.jsonl", "*.superseded.jsonl", LOGS),
+    *(".report.html.*", METRICS_FILE, "samples.jsonl", "*.superseded.jsonl", LOGS),
     *(f"{HEALTH_FILE}*", f".{HEALTH_FILE}.*"),  # with the health.jsonl of earlier versions
-    *("checkpoints", "dumps", "hf", "hf-step-*", "tensorboard", "wandb", ".shared-*", *ABANDONED),
+    *(CHECKPOINTS, "dumps", "hf", "hf-step-*", "tensorboard", "wandb", ".shared-*", *ABANDONED),
     f"{LOGS_BEFORE}*",
 )
 """Names that a run and its trackers make in its directory, as patterns."""
+STEP = re.compile(rb'"(?:perf|rollout|train)/step"')
+"""In the metrics of a step, unlike those of an evaluation."""
 KEPT = (LOCK_FILE, INPUTS)
 """Names that say nothing of an earlier run: a program writes its data before the run takes the directory."""
 LISTED = 5
@@ -167,8 +172,8 @@ def open_run_directory(config: Config, environment: Mapping[str, str]) -> Iterat
 def reserve_run_directory(config: Config) -> Iterator[ReservedDirectory]:
     """Take the run's directory for as long as the block runs.
 
-    An earlier run there is never touched, unless the config says ``run.overwrite`` or ``run.resume``, and the
-    directory was opened. If it was not, it is left as it was found.
+    An earlier run there is never touched, unless the config says ``run.overwrite`` or ``run.resume``, or it
+    took no step, and the directory was opened. If it was not, it is left as it was found.
 
     :raises CheckpointError: It cannot be made; it holds something and the config says neither, or it is no
         earlier run; another process uses it; or the run in it cannot be continued with this config.
@@ -216,13 +221,16 @@ def _remove_empty(directory: Path) -> None:
 
 def _resumed(directory: Path, config: Config) -> RunDirectory:
     """Return the directory with what is in it to go on with; changes nothing."""
-    continues = config.run.resume and (directory / CONFIG_FILE).is_file()
+    is_unstarted = not config.run.overwrite and _took_no_step(directory)
+    continues = (directory / CONFIG_FILE).is_file() and (config.run.resume or is_unstarted)
     checkpoint = None
-    if continues:
+    if is_unstarted:
+        logger.warning("the run in %s ended before its first step: it starts again", directory)
+    elif continues:
         apply_changes(directory / CONFIG_FILE, config)
         checkpoint = latest_checkpoint(directory)
         _check_steps(checkpoint, config)
-    if config.run.resume and checkpoint is None:
+    if config.run.resume and checkpoint is None and not is_unstarted:
         logger.warning("nothing to resume in %s: the run starts from its beginning", directory)
     return RunDirectory(directory, config, {}, continues, checkpoint, _identity(directory))
 
@@ -259,6 +267,9 @@ def _refuse(directory: Path, config: Config) -> None:
     if not directory.exists() or (directory.is_dir() and not _content(directory)):
         return
     if not (config.run.resume or config.run.overwrite):
+        if _took_no_step(directory):
+            return
+        _refuse_if_used(directory)
         raise CheckpointError(
             f"The run directory {directory} is not empty.",
             hint="Continue its run with --resume, delete that with --overwrite, or choose another "
@@ -272,6 +283,23 @@ def _refuse(directory: Path, config: Config) -> None:
         )
     if config.run.overwrite:
         _refuse_foreign(directory)
+
+
+def _took_no_step(directory: Path) -> bool:
+    """Return whether a run ended before its first step: it may start again with any config."""
+    if not all((directory / name).is_file() for name in MARKS) or checkpoint_paths(directory / CHECKPOINTS):
+        return False
+    metrics = directory / METRICS_FILE
+    if not metrics.exists():
+        return True
+    with metrics.open("rb") as lines:
+        return not any(map(STEP.search, lines))
+
+
+def _refuse_if_used(directory: Path) -> None:
+    """Raise if a run is going on in the directory of a run."""
+    if (directory / LOCK_FILE).is_file():
+        os.close(_lock(directory))
 
 
 def _refuse_foreign(directory: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO
 from anygauge.config import Config
 from anygauge.config.deprecated_keys import renamed_keys
 from anygauge.config.load import dump_config
+from anygauge.config.rules.resume import CHANGEABLE, is_one_of
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import flatten
 from anygauge.disk import free_name, parse_toml, remove_abandoned
@@ -25,18 +27,10 @@ __all__ = ["apply_changes", "is_changed", "set_aside"]
 logger = logging.getLogger(__name__)
 
 HARMLESS = (
-    *("run.name", "run.directory", "run.steps", "run.overwrite", "run.resume", "run.trackers"),
-    *("run.tracker_options", "run.report", "run.progress", "run.timeout_s", "run.stop_on", "hub"),
-    *(
-        "eval",
-        "save",
-        "cluster",
-        "data.cache",
-        "debug",
-        "health",
-        "placement.launcher",
-        "train.replica_check_every",
-    ),
+    *("run.name", "run.directory", "run.steps", "run.overwrite", "run.resume", "run.accept_changes"),
+    *("run.trackers", "run.tracker_options", "run.report", "run.progress", "run.timeout_s", "run.stop_on"),
+    *("hub", "eval", "save", "cluster", "data.cache", "debug", "health", "placement.launcher"),
+    "train.replica_check_every",
     *("placement.start_timeout_s", "reward.num_workers", "reward.concurrency", "reward.timeout_s"),
     *("reward.memory_gib", "reward.max_failed_ratio", "rollout.client", "weight_sync", "train.lora.export"),
     "train.loss_memory_gib",
@@ -52,7 +46,7 @@ ROUNDING = (
     *("rollout.sglang", "rollout.sglang_version", "rollout.groups", "rollout.external"),
 )
 """Keys that change the order of sums: the steps are as good, but not the same to the bit."""
-THIS_START = ("run.overwrite", "run.resume")
+THIS_START = ("run.accept_changes", "run.overwrite", "run.resume")
 """Keys that are about one start of a run and not about the run."""
 REQUIRED = ("run.name", "model.path", "data.train")
 """Keys without a default."""
@@ -83,11 +77,19 @@ def apply_changes(old: Path, config: Config) -> None:
         lines = "\n  ".join(str(each) for each in refused)
         raise CheckpointError(
             f"The config is not that of the run in {old.parent}:\n  {lines}",
-            hint="Restore these keys to continue it, or choose another --run.name.",
+            hint=_refusal_hint([each.key for each in refused]),
         )
     for change in changes:
         if change.key not in THIS_START:
             logger.warning("changed with the resume: %s%s", change, _effect(change, config))
+
+
+def _refusal_hint(keys: Sequence[str]) -> str:
+    hint = "Restore these keys to continue it, or choose another --run.name."
+    if not all(is_one_of(key, CHANGEABLE) for key in keys):
+        return hint
+    accepted = sorted({"data" if key.startswith("data.") else key for key in keys})
+    return f"{hint} To continue it with these changes: --run.accept_changes '{json.dumps(accepted)}'."
 
 
 def is_changed(old: Path, config: Config) -> bool:
@@ -96,7 +98,8 @@ def is_changed(old: Path, config: Config) -> bool:
 
 
 def _may_change(change: _Change, config: Config) -> bool:
-    return _is_one_of(change.key, (*HARMLESS, *ROUNDING)) or _is_moved(change, config)
+    allowed = (*HARMLESS, *ROUNDING, *config.run.accept_changes)
+    return is_one_of(change.key, allowed) or _is_moved(change, config)
 
 
 def _is_moved(change: _Change, config: Config) -> bool:
@@ -118,9 +121,9 @@ def _effect(change: _Change, config: Config) -> str:
     """Return what a change does to the steps that follow, as a clause to append."""
     if change.key == "run.steps" and config.train.lr_schedule == "cosine":
         return f"; the learning rate goes on along the cosine of a run of {change.new} steps"
-    if change.key == "data.train":
+    if change.key == "data.train" and not is_one_of(change.key, config.run.accept_changes):
         return "; the rows must be those of the checkpoint, which is checked"
-    return "; the bits may differ from here on" if _is_one_of(change.key, ROUNDING) else ""
+    return "; the bits may differ from here on" if is_one_of(change.key, ROUNDING) else ""
 
 
 def _changes(old: Path, config: Config) -> Iterator[_Change]:
@@ -150,10 +153,6 @@ def _defaults(config: Config) -> Mapping[str, Any]:
     required = {"run": {"name": config.run.name}, "model": str(config.model.path), "data": {"train": []}}
     known = _leaves(dump_config(Config.model_validate(required)))
     return {key: value for key, value in known.items() if key not in REQUIRED}
-
-
-def _is_one_of(key: str, sections: tuple[str, ...]) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def set_aside(directory: Path, checkpoint: Checkpoint | None) -> None:

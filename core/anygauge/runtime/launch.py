@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from anygauge.config.schema import Config
 from anygauge.device import DETERMINISTIC_ENV
 from anygauge.failures import on_failure
+from anygauge.observability.host import read_cpus
 from anygauge.plugins import Plugins
 from anygauge.runtime.placement import Seat
 from anygauge.runtime.ray_environment import set_ray_environment
@@ -16,6 +18,11 @@ from anygauge.runtime.worker_group import LaunchSpec, Transport, WorkerGroup
 from anygauge_hooks.types import BackendSpec
 
 __all__ = ["launch_workers", "make_launcher"]
+
+_log = logging.getLogger(__name__)
+
+WORKERS_PER_CORE = 2
+"""With more, workers wait for each other to start, and in every step."""
 
 HOST_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Names the interface of collectives of the host, on every backend."""
@@ -81,6 +88,8 @@ def launch_workers(
         options=options or {},
         computes=computes,
     )
+    if computes and config.placement.launcher == "local":
+        _warn_of_few_cores(spec.num_workers)
     group = WorkerGroup(make_launcher(config)(spec), spec)
     if wait:
         with on_failure(group.end):
@@ -106,6 +115,18 @@ def worker_environment(
         **({HOST_INTERFACE: interface} if interface else {}),
         **ours,
     }
+
+
+def _warn_of_few_cores(num_workers: int) -> None:
+    """Warn where the workers of this host are slow for want of processors, before they start."""
+    cores = read_cpus().usable
+    if num_workers > WORKERS_PER_CORE * cores:
+        _log.warning(
+            "%d workers share %g processors: their start takes minutes, and steps are slow. Lower "
+            "placement.train_workers.",
+            num_workers,
+            cores,
+        )
 
 
 def make_launcher(config: Config) -> Callable[[LaunchSpec], Transport]:

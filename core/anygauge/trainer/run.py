@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,6 +48,8 @@ from anygauge.trainer.start import (
     starting_line,
 )
 from anygauge.trainer.state import RunState
+from anygauge_hooks.data import DataSource
+from anygauge_hooks.errors import DataError
 from anygauge_hooks.types import RunInfo, Tracker
 
 __all__ = ["open_session", "train", "train_started"]
@@ -95,8 +98,9 @@ def train_started(
     directory = started.directory.open(facts)
     state = RunState(run_info(loaded, directory.path, facts), source=inputs.source.state_dict())
     if directory.checkpoint is not None:
+        fresh = state.source
         state.restore(directory.checkpoint.state)
-        inputs.source.load_state_dict(state.source)
+        _restore_source(inputs.source, state, fresh, config)
     secrets = secret_values(config)
     log = driver_log(directory.path, backend=state.info.where, secrets=secrets)
     with log, ExitStack() as stack, notify_observers(plugins, state):
@@ -108,6 +112,21 @@ def train_started(
         if loop.checkpoints is not None:
             loop.checkpoints.require_last()
     return state.info
+
+
+def _restore_source(source: DataSource, state: RunState, fresh: Mapping[str, Any], config: Config) -> None:
+    """Let the data go on where a checkpoint stood; other data, which the config accepts, begin.
+
+    :param fresh: State of the source at its beginning.
+    :raises DataError: The data are others, and the config does not accept that.
+    """
+    try:
+        source.load_state_dict(state.source)
+    except DataError as error:
+        if "data" not in config.run.accept_changes:
+            raise
+        logger.warning("%s The new data start from their beginning.", error.args[0])
+        state.source, state.rollout = fresh, {}
 
 
 def open_loop(

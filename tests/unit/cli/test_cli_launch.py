@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import stat
 import sys
 from pathlib import Path
@@ -161,3 +162,27 @@ def test_a_node_names_its_address_on_the_interface(
     arguments = ["launch", config, "--backend=cpu", "--nodes=2", "--run=worker", "--head=10.0.0.1:7000"]
     assert main([*arguments, "--cluster.interface=lo", '--cluster.ip_version="4"']) == 0
     assert "--node-ip-address=127.0.0.1" in become
+
+
+def test_devices_that_a_run_does_not_use(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--backend=cpu", config, "--nodes=4", "--devices=8"]) == 0
+    assert "# NOTE: the run uses 5 of these 32 devices" in capsys.readouterr().out
+    assert main(["launch", "--backend=cpu", config, "--nodes=1", "--devices=5"]) == 0
+    assert "NOTE" not in capsys.readouterr().out
+
+
+def test_a_head_on_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        head = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["launch", "--backend=cpu", "--run=head", f"--head={head}"]) == 1
+    error = capsys.readouterr().err
+    assert f"cannot listen on port {head.partition(':')[2]} of 127.0.0.1" in error
+    assert "`ray stop`" in error
+
+
+def test_a_config_names_a_module_of_the_current_directory(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    (tmp_path / "launch_rewards.py").write_text("def one(response): return 1.0")
+    assert main(["launch", "--backend=cpu", config, "--reward.function=launch_rewards:one"]) == 0

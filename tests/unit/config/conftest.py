@@ -16,7 +16,7 @@ from anygauge.weight_sync import plugin as weight_sync
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import RolloutEngineSpec, TrainEngineSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel
-from anygauge_hooks.types import Availability, BackendSpec, NamedFunction
+from anygauge_hooks.types import Availability, BackendSpec, FunctionPath, NamedFunction
 
 Load = Callable[..., LoadedConfig]
 
@@ -105,7 +105,9 @@ class Everything:
 
     @hookimpl
     def register_rollout_functions(self) -> list[NamedFunction]:
-        async def turns(rollout: Any, prompt: Any, seed: int, *, tool: str, most: int = 4) -> None: ...
+        async def turns(
+            rollout: Any, prompt: Any, seed: int, *, tool: FunctionPath, most: int = 4
+        ) -> None: ...
 
         return [*named("single_turn", fn=lambda rollout, prompt, seed: None), *named("turns", fn=turns)]
 

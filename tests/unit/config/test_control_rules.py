@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from anygauge.config.load import LoadedConfig
+from anygauge.config.named_functions import option_problems
+from anygauge.rollout.multi_turn import multi_turn
 from anygauge_hooks.errors import ConfigError
 
 Load = Callable[..., LoadedConfig]
@@ -136,3 +138,15 @@ def test_options_of_a_users_filter_are_set_by_its_quoted_name(
 def test_control_means_nothing_to_sft(load: Load, key: str) -> None:
     with pytest.raises(ConfigError, match=r'has no effect with run\.task = "sft"'):
         load({}, ["--run.task=sft", "--reward.function=none", f"--rollout.{key}"])
+
+
+@pytest.mark.parametrize("tool", ["tools_that_are_not_there:calc", "json:lods", "calc"])
+def test_a_tool_is_imported_before_anything_starts(load: Load, tool: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout\.function_options\.tool: found '{tool}'"):
+        load(overrides=["--rollout.function=turns", f'--rollout.function_options={{tool="{tool}"}}'])
+    load(overrides=["--rollout.function=turns", '--rollout.function_options={tool="json:loads"}'])
+
+
+def test_the_tool_of_multi_turn_is_such_an_option() -> None:
+    problems = [*option_problems("path", "multi_turn", multi_turn, {"tool": "tools_that_are_not_there:calc"})]
+    assert [problem.path for problem in problems] == ["path.tool"]

@@ -95,6 +95,13 @@ def test_bad_override(load: Load, overrides: list[str], text: str) -> None:
     [
         ({"train": "lrr = 1"}, "train.lrr: found 1; unknown key; did you mean train.lr?"),
         ({"algorithm": "lr = 1"}, "algorithm.lr: found 1; unknown key; did you mean train.lr or critic.lr?"),
+        (
+            {"algorithm": 'name = "grpo"'},
+            "algorithm.name: found 'grpo'; unknown key; did you mean algorithm.adv",
+        ),
+        ({"model": 'name = "m"'}, "model.name: found 'm'; unknown key; did you mean model.path?"),
+        ({"train": 'dtype = "fp16"'}, 'or "none"; float16 is not supported, and bfloat16 has the same size'),
+        ({"train": 'adam_betas = "0.9, 0.99"'}, "must be a valid array: [0.9, 0.99]"),
         ({"trian": ""}, "trian: found {}; unknown key; did you mean train?"),
         ({"train": "qqq = 1"}, "train.qqq: found 1; unknown key; known here: engine, dtype"),
         ({"run": "steps = 1.5"}, "run.steps: found 1.5; must be a valid integer"),
@@ -356,3 +363,9 @@ def test_checks_of_models_can_be_deferred(load: Load, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="has 2 problems:") as caught:  # all at once
         load({"train": "lr = -1.0"}, defers_models=True)
     assert "it has no layer" in str(caught.value)
+
+
+@pytest.mark.parametrize(("written", "meant"), [("bf16", "bfloat16"), ("fp32", "float32"), ("none", None)])
+def test_a_dtype_has_a_short_name(load: Load, written: str, meant: str | None) -> None:
+    config = load({"train": f'dtype = "{written}"'}).config
+    assert config.train.dtype == meant

@@ -247,20 +247,24 @@ def test_a_bad_message_is_named(write_rows: WriteRows, tokenizer: Any, messages:
     assert f"{path}:1: field 'prompt' {problem}" in str(error.value)
 
 
-def test_the_first_bad_rows_are_reported_together(write_rows: WriteRows, tokenizer: Any) -> None:
-    path = write_rows(*(["{"] * 7), *rows(1))
+def test_the_first_problems_are_reported_together(write_rows: WriteRows, tokenizer: Any) -> None:
+    path = write_rows(*({"prompt": number} for number in range(2)), *(["{"] * 5), *rows(1))
+    path.write_text(path.read_text() + "".join(f'{{"{name}": 1}}\n' for name in "abcd"))
     with pytest.raises(DataError) as error:
         FileSource(data(path), tokenizer)
     text = str(error.value)
-    assert "7 of 8 rows" in text
-    assert [f"{path}:{line}:" in text for line in range(1, 8)] == [True] * 5 + [False] * 2
-    assert "... and 2 more" in text
+    assert "11 of 12 rows" in text
+    assert f"{path}:1: field 'prompt' is a number" in text
+    assert text.count("(and 1 more rows like it)") == 1
+    assert f"{path}:3: is a list" in text or f"{path}:3: is not" in text
+    assert text.count("(and 4 more rows like it)") == 1
+    assert "... and 1 more" in text
 
 
 def test_bytes_that_are_no_text(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'{"prompt": "\xff\xfe", "label": ""}\n')
-    with pytest.raises(DataError, match=r"train\.jsonl:1: is not JSON: 'utf-8' codec"):
+    with pytest.raises(DataError, match=r"train\.jsonl:1: is not UTF-8: byte 0xff at position 12\n.*iconv"):
         FileSource(data(path), tokenizer)
 
 

@@ -51,8 +51,14 @@ def test_fields_are_read_without_importing_megatron() -> None:
         ({"bf16": True}, "Use train.dtype."),
         ({"enable_autocast": True}, "use train.dtype"),
         ({"tensor_model_parallel_size": 2}, "Use train.parallel.tensor."),
-        ({"rotary_interleaved": True}, "The model family decides it."),
-        ({"moe_router_topk": 4}, "The model family decides it."),
+        (
+            {"rotary_interleaved": True},
+            "The model family decides it from the config.json of model.path; leave it out.",
+        ),
+        (
+            {"moe_router_topk": 4},
+            "The model family decides it from the config.json of model.path; leave it out.",
+        ),
         ({"moe_router_force_load_balancing": True}, "other experts than the rollout did"),
         ({"moe_pad_expert_input_to_capacity": True}, "or drop them"),
         ({"average_in_collective": True}, "Gradients are summed"),

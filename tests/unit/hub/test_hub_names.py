@@ -75,3 +75,31 @@ def test_a_data_name(text: str, parts: tuple[str, str | None, str, str]) -> None
 )
 def test_a_data_path_that_is_no_name(text: str) -> None:
     assert data_name("data.train[0]", text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("models/qwen", "did you mean models/qwen3?"),
+        ("models/none", "did you mean models/llama or models/qwen3?"),
+        ("model/qwen3", "did you mean models/qwen3?"),
+        ("model/other", None),
+        ("Qwen/Qwen3-0.6B", None),
+    ],
+)
+def test_a_name_that_may_have_been_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, meant: str | None
+) -> None:
+    for folder in ("models/qwen3", "models/llama", "runs"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    name = model_name("model.path", Path(text))
+    assert name is not None
+    start = f"it is not a directory in {tmp_path}"
+    assert name.local_clause() == (start if meant is None else f"{start}; {meant}")
+
+
+def test_data_on_a_hub_are_no_path() -> None:
+    name = data_name("data.train[0]", "hf://datasets/openai/gsm8k/a.parquet")
+    assert name is not None
+    assert name.local_clause() == ""

@@ -48,3 +48,23 @@ def test_a_key_without_a_default_is_missed(tmp_path: Path) -> None:
 
 def test_how_servers_are_talked_to_may_change(earlier: Path) -> None:
     apply_changes(earlier, config(client={"concurrency": 8}))
+
+
+def changed(**accepted: object) -> Config:
+    tree = {"run": {"name": "r", **accepted}, "model": "m", "train": {"lr": 1e-3}}
+    return Config.model_validate({**tree, "data": {"train": ["d.jsonl"], "input_key": "question"}})
+
+
+def test_a_change_is_accepted_by_saying_so(earlier: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CheckpointError, match=r"""--run.accept_changes '\["data", "train.lr"\]'\."""):
+        apply_changes(earlier, changed())
+    with pytest.raises(CheckpointError, match=r"run in [^:]*:\n  train\.lr: 1e-06 -> 0\.001\n  Restore"):
+        apply_changes(earlier, changed(accept_changes=["data"]))
+    apply_changes(earlier, changed(accept_changes=["data", "train.lr"]))
+    assert "changed with the resume: train.lr: 1e-06 -> 0.001" in caplog.text
+
+
+def test_what_no_resume_can_change_is_not_offered(earlier: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        apply_changes(earlier, config(schedule="async"))
+    assert "accept_changes" not in str(caught.value)

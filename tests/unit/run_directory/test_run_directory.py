@@ -16,6 +16,8 @@ from anygauge.run_directory.checkpoints import CheckpointWriter
 from anygauge.run_directory.directory import RunDirectory, open_run_directory, reserve_run_directory
 from anygauge_hooks.errors import CheckpointError
 
+STEP_0, STEP_1 = '{"eval/step": 0}\n', '{"perf/step": 1}\n'
+
 
 class Workers:
     """One rank that has nothing to save."""
@@ -44,6 +46,7 @@ def make_config(directory: Path, **changes: Any) -> Config:
         "placement": {},
         "reward": {},
         "debug": {},
+        "algorithm": {},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")
@@ -57,6 +60,14 @@ def opened(config: Config) -> RunDirectory:
         if directory.continues:
             directory.begin()
         return directory
+
+
+def stepped(config: Config) -> RunDirectory:
+    """Open and close a run directory as a run does that takes a step."""
+    directory = opened(config)
+    with (directory.path / "metrics.jsonl").open("a") as metrics:
+        metrics.write(STEP_1)
+    return directory
 
 
 def save(directory: Path, config: Config, step: int) -> None:
@@ -85,7 +96,7 @@ def test_a_new_directory_is_filled(tmp_path: Path) -> None:
 
 
 def test_an_earlier_run_is_left_alone(tmp_path: Path) -> None:
-    opened(make_config(tmp_path))
+    stepped(make_config(tmp_path))
     before = snapshot(tmp_path)
     with pytest.raises(CheckpointError, match="not empty") as caught:
         opened(make_config(tmp_path))
@@ -319,7 +330,7 @@ def test_a_resume_killed_while_it_writes_the_config_can_be_resumed(
 
 
 def test_keys_that_make_another_run_are_refused_together(tmp_path: Path) -> None:
-    directory = opened(make_config(tmp_path)).path
+    directory = stepped(make_config(tmp_path)).path
     before = snapshot(directory)
     changed = make_config(
         tmp_path,
@@ -365,15 +376,15 @@ def test_keys_that_may_change_are_applied_and_said(tmp_path: Path, caplog: pytes
 
 
 def test_longer_cosines_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    opened(make_config(tmp_path, train__lr_schedule="cosine"))
+    stepped(make_config(tmp_path, train__lr_schedule="cosine"))
     opened(make_config(tmp_path, run__resume=True, run__steps=500, train__lr_schedule="cosine"))
     said = next(each for each in caplog.messages if "run.steps" in each)
     assert said.endswith("100 -> 500; the learning rate goes on along the cosine of a run of 500 steps")
 
 
 def test_data_files_may_move(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    opened(make_config(tmp_path))
-    opened(
+    stepped(make_config(tmp_path))
+    stepped(
         make_config(tmp_path, run__resume=True, data__train=["/elsewhere/data.jsonl"], reward__concurrency=7)
     )
     moved = next(each for each in caplog.messages if "data.train" in each)
@@ -387,9 +398,9 @@ def test_data_files_may_move(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 def test_an_edited_config_may_name_its_data_files_in_short(tmp_path: Path) -> None:
-    directory = opened(make_config(tmp_path)).path
+    directory = stepped(make_config(tmp_path)).path
     edit_train(directory, '["elsewhere.jsonl"]')
-    assert opened(make_config(tmp_path, run__resume=True)).continues
+    assert stepped(make_config(tmp_path, run__resume=True)).continues
     for odd in ("[7]", '["a", {path = "b", weight = 2.0}]', "[[]]", '"data.jsonl"', "{}"):
         edit_train(directory, odd)
         with pytest.raises(CheckpointError, match=r"data\.train"):
@@ -446,3 +457,36 @@ def test_a_directory_knows_whether_it_is_still_there(tmp_path: Path) -> None:
         directory.path.rmdir()
         (tmp_path / "elsewhere").rename(directory.path)
         directory.check()
+
+
+def test_a_run_that_took_no_step_starts_again_with_any_config(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for resume in (False, True):
+        opened(make_config(tmp_path, run__overwrite=True))
+        (tmp_path / "run/metrics.jsonl").write_text(STEP_0)
+        again = opened(make_config(tmp_path, run__resume=resume, algorithm__advantage="rloo"))
+        assert (again.continues, again.checkpoint) == (True, None)
+        assert "ended before its first step: it starts again" in caplog.text
+        assert (tmp_path / "run/metrics.jsonl").read_text() == ""
+        assert (tmp_path / "run/metrics.superseded.jsonl").read_text() == STEP_0
+        assert tomllib.loads((tmp_path / "run/config.toml").read_text())["algorithm"]["advantage"] == "rloo"
+
+
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_a_run_that_took_a_step_does_not(tmp_path: Path, has_checkpoint: bool) -> None:
+    config = make_config(tmp_path)
+    opened(config)
+    if has_checkpoint:
+        save(tmp_path / "run", config, 1)
+    else:
+        (tmp_path / "run/metrics.jsonl").write_text(STEP_0 + STEP_1)
+    with pytest.raises(CheckpointError, match="not empty"):
+        opened(config)
+
+
+def test_a_run_that_goes_on_is_in_use_and_not_to_be_deleted(tmp_path: Path) -> None:
+    with open_run_directory(make_config(tmp_path), {}) as directory:
+        (directory.path / "metrics.jsonl").write_text(STEP_1)
+        with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"):
+            opened(make_config(tmp_path))

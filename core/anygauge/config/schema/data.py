@@ -16,8 +16,8 @@ class DataFile(Section):
     """A data file. A string is short for a table with this path."""
 
     path: str
-    """A JSONL or Parquet file, local or ``hf://datasets/OWNER/NAME/FILE``; ``FILE@[a:b]`` takes rows a to b,
-    as Python slices do."""
+    """A JSONL, Parquet or CSV file, local or ``hf://datasets/OWNER/NAME/FILE``; ``FILE@[a:b]`` takes rows a
+    to b, as Python slices do."""
     name: Name | None = None
     """Name of the data set in metrics; ``None`` takes the file's name without its suffix."""
     weight: Annotated[float, Field(gt=0)] | None = None

@@ -33,6 +33,9 @@ class Run(Section):
     resume: bool = False
     """Go on from the last checkpoint of an earlier run of the same name; start if there is none. On the
     command line: ``--resume``."""
+    accept_changes: tuple[str, ...] = ()
+    """Keys or tables in which a resumed run may differ from its earlier part, such as ``["train.lr",
+    "data"]``; other data start from their beginning."""
     deterministic: bool = False
     """Let two runs of one config give the same bits, where that costs speed."""
     trackers: tuple[str, ...] = ("jsonl",)
