@@ -18,6 +18,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeadlineError",
+    "DoesNotFitError",
     "DuplicateNameError",
     "HealthError",
     "HubError",
@@ -113,6 +114,12 @@ class ConfigConflictError(AnygaugeError, ValueError):
     """Two plugins want different values for one key."""
 
     code = "AG202"
+
+
+class DoesNotFitError(AnygaugeError, ValueError):
+    """The plan of a run needs more memory than its devices have."""
+
+    code = "AG203"
 
 
 class DataError(AnygaugeError, ValueError):

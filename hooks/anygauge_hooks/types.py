@@ -121,6 +121,9 @@ class BackendSpec:
     engine_installs: Mapping[str, str] = field(default_factory=dict)
     """How a rollout engine is installed here, as a clause, by the engine's name; without it a user is told
     the engine's usual command."""
+    master_weight_bytes: int = 4
+    """Bytes that the backend's optimizer keeps of a float32 weight beside its bfloat16 copy: 2 where it takes
+    remainders (:class:`anygauge_hooks.optimizers.FusedOptimizer`). Plans of memory read it."""
     host_checks: Callable[[], Sequence[HostCheck]] | None = None
     """Checks of ``anygauge doctor`` beyond the probe. Must import neither torch nor a vendor library, so that
     it can report what is wrong with them."""

@@ -10,6 +10,7 @@ SURFACE = {
     "demo": ["--seed", "--backend"],
     "init": ["--model", "--devices", "--backend", "--engine", "--task", "--data", "--out", "--force"],
     "import": ["project", "file", "--out", "--force", "--backend"],
+    "plan": ["config", "--backend", "--device-memory", "--gpu", "--json"],
     "train": ["config", "--backend", "--resume", "--overwrite", "--dry-run", "--no-file-check", "--keys"],
     "eval": ["config", "--checkpoint", "--backend", "--out"],
     "launch": ["config", "--nodes", "--devices", "--head", "--backend", "--run", "--print-head"],

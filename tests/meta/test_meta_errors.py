@@ -24,6 +24,9 @@ from anygauge.data.media.problems import naming
 from anygauge.data.source import FileSource
 from anygauge.engines.megatron import scope
 from anygauge.hub import localized
+from anygauge.planning.fit import check_fit
+from anygauge.planning.plan import Assumptions, make_plan
+from anygauge.planning.shape import read_shape
 from anygauge.plugins import Plugins, load_plugins, select_backend
 from anygauge.rollout.rewards import Scorer
 from anygauge.run_directory.directory import open_run_directory
@@ -162,6 +165,30 @@ def conflicting_plugins() -> None:
             exact__adjust_config=adjust_exact,
         )
     )
+
+
+def too_large_a_run() -> None:
+    sizes = {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    }
+    config = Config.model_validate(
+        {
+            "run": {"name": "first"},
+            "model": "Qwen/Qwen3-4B",
+            "data": {"train": []},
+            "reward": {"function": "none"},
+            "train": {"dtype": "bfloat16"},
+        }
+    )
+    given = Assumptions(backend="cuda", master_bytes=2, device_bytes=60 * 2**30)
+    check_fit(config, make_plan(config, read_shape(sizes), given))
 
 
 def wrong_row() -> None:
@@ -315,6 +342,7 @@ PROVOKED: Mapping[str, Callable[[], None]] = {
     "AG107": missing_provider,
     "AG201": wrong_config,
     "AG202": conflicting_plugins,
+    "AG203": too_large_a_run,
     "AG301": wrong_row,
     "AG302": reward_without_a_number,
     "AG303": broken_image,

@@ -25,6 +25,7 @@ CUDA = BackendSpec(
     visible_devices_env=env.VISIBLE_DEVICES,
     visible_devices=env.visible_devices,
     hidden_env=env.HIDDEN,
+    master_weight_bytes=2,
     host_checks=host.host_checks,
     providers=(transformer_engine.NAME,),
 )

@@ -21,6 +21,7 @@ from anygauge.cli import (
     keys,
     launch,
     parity,
+    plan,
     report,
     train,
 )
@@ -43,6 +44,7 @@ COMMANDS = {
     "demo": demo,
     "init": init,
     "import": import_,
+    "plan": plan,
     "train": train,
     "eval": evaluate,
     "launch": launch,
@@ -55,7 +57,7 @@ COMMANDS = {
     "convert": convert,
 }
 """Modules with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``."""
-WITH_CONFIG = ("demo", "train", "eval", "launch")
+WITH_CONFIG = ("demo", "plan", "train", "eval", "launch")
 """Commands that take config keys as options."""
 
 

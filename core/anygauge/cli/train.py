@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from anygauge.cli.keys import print_keys
+from anygauge.cli.plan import dry_run_plan
 
 if TYPE_CHECKING:
     from anygauge.config import Config
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.dry_run:
         _print_resolved(loaded.config.config, check_files=args.check_files)
+        for line in dry_run_plan(loaded, is_probed=args.backend is None):
+            _say(line)
         return 0
     from anygauge.distributed.garbage import freeze_living_objects
 

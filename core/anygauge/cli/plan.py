@@ -1,0 +1,120 @@
+"""``anygauge plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from anygauge.cli.devices import DeviceFacts, add_device_arguments, device_facts
+
+if TYPE_CHECKING:
+    from anygauge.api.start import Loaded
+    from anygauge.config import Config
+    from anygauge.planning.plan import Plan
+
+__all__ = ["HELP", "add_arguments", "dry_run_plan", "planned", "run"]
+
+HELP = "Show layout, batches, memory and time of a run before it starts."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; config keys are parsed separately."""
+    parser.usage = (
+        "anygauge plan CONFIG.toml [--section.key value ...] [--backend NAME] [--gpu NAME] "
+        "[--device-memory GIB] [--json]"
+    )
+    parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument("--backend", metavar="NAME", help="default: the only usable accelerator, else cpu")
+    add_device_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; the status is 1 if the run cannot fit.
+
+    :raises DoesNotFitError: Weights and optimizer alone need more than a device has.
+    """
+    from anygauge.api.start import load
+    from anygauge.planning.fit import check_fit, plan_warnings
+    from anygauge.planning.text import as_json, table_lines
+
+    loaded = load(
+        args.config,
+        list(args.overrides),
+        say=_silent,
+        backend=args.backend,
+        is_dry=True,
+        check_files=False,  # a plan needs the model's config.json alone
+    )
+    facts = device_facts(loaded.plugins, loaded.config.backend, args.gpu, args.device_memory)
+    config, plan = planned(loaded, facts)
+    warnings = list(plan_warnings(config, plan))
+    if args.json:
+        print(json.dumps(as_json(plan, warnings), indent=2))
+    else:
+        print(*table_lines(config, plan), sep="\n")
+        _warn(warnings)
+    check_fit(config, plan)
+    return 0
+
+
+def dry_run_plan(loaded: Loaded, *, is_probed: bool) -> Iterator[str]:
+    """Yield the short form of a plan, or why there is none.
+
+    :param is_probed: Whether the backend was found to run here, so that its device may be asked.
+    :raises DoesNotFitError: After all lines: weights and optimizer alone need more than a device has.
+    """
+    from anygauge.planning.fit import check_fit, plan_warnings
+    from anygauge.planning.text import short_lines
+    from anygauge_hooks.errors import ConfigError
+
+    backend = loaded.config.backend
+    facts = device_facts(loaded.plugins, backend) if is_probed else DeviceFacts(None, None)
+    try:
+        config, plan = planned(loaded, facts)
+    except ConfigError as error:
+        yield f"no plan: {error.args[0]}"
+        return
+    yield from short_lines(config, plan)
+    yield from (f"warning: {text}" for text in plan_warnings(config, plan))
+    check_fit(config, plan)
+
+
+def planned(loaded: Loaded, facts: DeviceFacts) -> tuple[Config, Plan]:
+    """Return a config with paths of this host, and its plan.
+
+    :raises ConfigError: The model's ``config.json`` is not here, or does not tell its sizes.
+    """
+    from anygauge.config.rules.algorithm import has_critic, reads_old_log_probs
+    from anygauge.hub import localized
+    from anygauge.observability.host import read_memory
+    from anygauge.planning.model_sizes import model_shape
+    from anygauge.planning.plan import HOST_DEVICES, Assumptions, make_plan
+    from anygauge.planning.rates import RATES
+
+    config, plugins, backend = loaded.config.config, loaded.plugins, loaded.config.backend
+    shared = min(config.placement.train_workers, HOST_DEVICES) if facts.is_host else 1
+    given = Assumptions(
+        backend=backend.name,
+        master_bytes=backend.master_weight_bytes,
+        device_bytes=None if facts.memory is None else facts.memory / shared,
+        host_bytes=read_memory().total if facts.is_here and not facts.is_host else None,
+        gpu=facts.gpu,
+        rates=RATES.get(facts.gpu or ""),
+        reads_old_log_probs=reads_old_log_probs(config, plugins),
+        has_critic=has_critic(config, plugins),
+    )
+    shape = model_shape(localized(config, download=False).model.path)
+    return config, make_plan(config, shape, given)
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for text in warnings:
+        print(f"warning: {text}", file=sys.stderr)
+
+
+def _silent(text: str) -> None:
+    """Say nothing of what loading a config fills in: the plan shows it."""

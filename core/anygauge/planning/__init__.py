@@ -1,0 +1,1 @@
+"""Plan of a run before it starts: layout, batches, memory, disk and time, by arithmetic alone."""

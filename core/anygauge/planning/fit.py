@@ -1,0 +1,96 @@
+"""Memory that does not fit, and other things that probably go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from anygauge.planning.memory import GIB
+from anygauge.planning.plan import Plan
+from anygauge_hooks.errors import DoesNotFitError
+
+if TYPE_CHECKING:
+    from anygauge.config import Config
+
+__all__ = ["FULL", "check_fit", "plan_warnings"]
+
+FULL = 0.94
+"""Part of a device above which a run probably fails: torch's allocator leaves gaps between blocks."""
+
+
+def check_fit(config: Config, plan: Plan) -> None:
+    """Raise why a run cannot fit, whatever its samples are like.
+
+    :raises DoesNotFitError: Weights, gradients and optimizer, or a server's weights, need more than a device.
+    """
+    limit = plan.assumptions.device_bytes
+    if limit is None:
+        return
+    if plan.train.state > limit:
+        raise DoesNotFitError(
+            f"Weights, gradients and optimizer of {config.model.path} take {plan.train.state / GIB:.1f} GiB "
+            f"on each training device, which has {limit / GIB:.1f} GiB.",
+            hint=_smaller_state(config, plan),
+        )
+    if plan.server is not None and plan.server.weights > limit:
+        raise DoesNotFitError(
+            f"The weights of {config.model.path} take {plan.server.weights / GIB:.1f} GiB on each device of "
+            f"a server, which has {limit / GIB:.1f} GiB.",
+            hint="Raise tp_size in [rollout.sglang].",
+        )
+
+
+def _smaller_state(config: Config, plan: Plan) -> str:
+    if config.train.lora.is_on:
+        return "Raise train.parallel.tensor, or train.parallel.expert for a mixture of experts."
+    if config.train.engine == "fsdp":
+        return "Use more placement.train_workers, or train adapters: train.lora.rank = 16."
+    more = "train.parallel.expert" if plan.shape.experts else "train.parallel.tensor"
+    return f"Raise {more} or placement.train_workers, or train adapters: train.lora.rank = 16."
+
+
+def plan_warnings(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield what probably fails or wastes time."""
+    limit, needed = plan.assumptions.device_bytes, plan.needed
+    if limit is not None and needed > FULL * limit:
+        phase = max(plan.phases, key=lambda name: sum(plan.phases[name]))
+        yield (
+            f"{phase} needs {needed / GIB:.1f} GiB of {limit / GIB:.1f} GiB: it probably runs out of memory. "
+            f"{_less_memory(config, plan)}"
+        )
+    yield from _cache_warnings(plan)
+    host = plan.assumptions.host_bytes
+    if host is not None and plan.host_asleep > host:
+        yield (
+            f"trainers asleep take {plan.host_asleep / GIB:.0f} GiB of host memory, and there are "
+            f"{host / GIB:.0f} GiB"
+        )
+    stages, count = plan.layout.pipeline, plan.batches.micro_batches
+    if stages > 1 and count < 2 * stages:
+        idle = (stages - 1) / (count + stages - 1)
+        yield (
+            f"{count} micro-batches for {stages} pipeline stages leave each stage idle for {idle:.0%} of the "
+            "time; lower train.micro_batch_tokens or train.optimizer_steps"
+        )
+
+
+def _less_memory(config: Config, plan: Plan) -> str:
+    longest = plan.batches.sample_tokens
+    if config.train.micro_batch_tokens > longest:
+        return f"Lower train.micro_batch_tokens, {longest} at least, or recompute more."
+    if config.train.recompute != "full":
+        return 'Set train.recompute = "full".'
+    return "Divide the model or its sequences among more devices (train.parallel)."
+
+
+def _cache_warnings(plan: Plan) -> Iterator[str]:
+    """Yield a cache that holds no sample, or so few that they come in many waves."""
+    server, engines = plan.server, plan.layout.server
+    if server is None or engines is None or plan.assumptions.device_bytes is None:
+        return
+    longest = plan.batches.sample_tokens
+    if server.cache_tokens < longest:
+        yield (
+            f"the KV cache of a rollout engine holds {server.cache_tokens} tokens, and a sample can have "
+            f"{longest}; use more devices for each server"
+        )

@@ -1,0 +1,103 @@
+"""Measured rates of GPUs. Each figure is in docs/performance.md, where its date and command are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from anygauge.planning.memory import GIB
+
+__all__ = ["DEVICE_MEMORY", "RATES", "Rates", "gpu_name"]
+
+TERA = 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Rates of one kind of GPU, in operations, bytes and tokens per second."""
+
+    measured: str
+    """Date of the figures."""
+    source: str
+    product: float
+    """Matrix products in bfloat16, of large matrices."""
+    small_width: int
+    """A product whose inner width is this runs at half of that rate."""
+    experts: float
+    """Products of experts in a train step, with the routing and the movement of their tokens."""
+    attention: float
+    """Attention, forward and backward together."""
+    copy: float
+    """Bytes read and written by kernels that only move memory."""
+    passes: float
+    """Bytes that other kernels of a training step move per byte of activations."""
+    layer_s: float
+    """Seconds of the host per layer and micro-batch, forward and backward."""
+    step_s: float
+    """Seconds of an optimizer step in which no kernel runs."""
+    fsdp: float
+    """Time of a step of the FSDP engine over one of Megatron's."""
+    fsdp_lora: float
+    """The same with adapters."""
+    adapters: float
+    """Bytes that adapters move per byte of the inputs and outputs of their layers."""
+    data: float
+    """Rate per GPU with data parallelism over one GPU's."""
+    tensor: float
+    context: float
+    decode_s: float
+    """Seconds of a decode step beyond reading weights and cache and computing products."""
+    sample_s: float
+    """Seconds of a server's front end per sample."""
+    embedded_decode_s: float
+    """Seconds of a decode step of the embedded engine per layer."""
+    sync: float
+    """Bytes of weights per second from trainers to servers."""
+    offload: float
+    """Bytes per second between device and pinned host memory."""
+
+
+H200 = Rates(
+    measured="2026-11-28",
+    source="docs/performance.md",
+    product=735 * TERA,
+    small_width=128,
+    experts=180 * TERA,
+    attention=430 * TERA,
+    copy=4.0 * TERA,
+    passes=3.5,
+    layer_s=3.6e-3,
+    step_s=8e-3,
+    fsdp=1.05,
+    fsdp_lora=1.17,
+    adapters=5.0,
+    data=0.96,
+    tensor=0.86,
+    context=0.83,
+    decode_s=2.9e-3,
+    sample_s=1.4e-3,
+    embedded_decode_s=0.5e-3,
+    sync=100e9,
+    offload=40e9,
+)
+RATES: Mapping[str, Rates] = {"H200": H200}
+"""Rates by the name that ``--gpu`` takes."""
+DEVICE_MEMORY: Mapping[str, float] = {
+    "H200": 139.8 * GIB,
+    "H100": 79.6 * GIB,
+    "A100": 79.3 * GIB,
+    "A100-40": 39.4 * GIB,
+    "L40S": 44.5 * GIB,
+    "4090": 23.6 * GIB,
+}
+"""Bytes that a driver reports of a GPU in total. Only the H200's is measured here."""
+
+
+def gpu_name(text: str) -> str | None:
+    """Return the name in these tables of a device that a driver describes.
+
+    >>> gpu_name("NVIDIA H200"), gpu_name("h100"), gpu_name("Ascend910B")
+    ('H200', 'H100', None)
+    """
+    words = text.upper().replace("-", " ").split()
+    return next((name for name in DEVICE_MEMORY if name in words or name == text.upper()), None)

@@ -1,0 +1,245 @@
+"""Expected seconds of a step, from operations, bytes and measured rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from anygauge.planning.batches import Batches
+from anygauge.planning.layout import Layout
+from anygauge.planning.memory import ServerMemory, TrainMemory
+from anygauge.planning.rates import Rates
+from anygauge.planning.shape import ModelShape
+
+if TYPE_CHECKING:
+    from anygauge.config import Config
+
+__all__ = ["Passes", "mini_batch_seconds", "step_seconds"]
+
+FORWARD, BOTH = 1.0, 3.0
+"""Products of a forward pass, and of forward and backward: gradients of inputs and of weights."""
+FROZEN = 2.0
+"""Products of a linear layer whose weight gets no gradient."""
+ATTENTION = 3.5
+"""Products of attention forward and backward over forward: it computes its scores again."""
+OPTIMIZER_BYTES = 32.0
+"""Bytes per parameter that the norm of the gradients and AdamW move."""
+CAUSAL = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Log-prob passes before the first optimizer step, in passes over all samples."""
+
+    policy: float
+    reference: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.policy + self.reference
+
+
+def step_seconds(
+    config: Config,
+    shape: ModelShape,
+    layout: Layout,
+    batches: Batches,
+    memory: tuple[TrainMemory, ServerMemory | None],
+    rates: Rates,
+    passes: Passes,
+    *,
+    sleeps: bool,
+) -> Mapping[str, float]:
+    """Return the seconds of the parts of a step whose samples are all as long as they may be.
+
+    :param sleeps: Whether trainers and servers sleep in turns.
+    """
+    train, server = memory
+    tokens = [batches.sample_tokens] * batches.mini_batch_samples
+    parts = {
+        "generate": _generation(config, shape, layout, batches, server, rates),
+        "log_probs": passes.total
+        * batches.mini_batches
+        * mini_batch_seconds(config, shape, layout, batches, train, rates, tokens, trains=False),
+        "train": batches.mini_batches
+        * mini_batch_seconds(config, shape, layout, batches, train, rates, tokens, trains=True),
+        "sync": 0.0 if server is None else 2.0 * shape.parameters / rates.sync,
+        "sleep": 2 * train.asleep / rates.offload if sleeps else 0.0,
+    }
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
+
+
+def total_seconds(config: Config, parts: Mapping[str, float]) -> float:
+    """Return the seconds of a step: generation runs beside training in schedules that are not ``sync``."""
+    if config.rollout.schedule == "sync" or "generate" not in parts:
+        return sum(parts.values())
+    own = sum(seconds for name, seconds in parts.items() if name != "generate")
+    return max(own, parts["generate"])
+
+
+# -------------------------------------------------------------------------
+# Training
+# -------------------------------------------------------------------------
+
+
+def mini_batch_seconds(
+    config: Config,
+    shape: ModelShape,
+    layout: Layout,
+    batches: Batches,
+    train: TrainMemory,
+    rates: Rates,
+    lengths: list[int],
+    *,
+    trains: bool,
+) -> float:
+    """Return the seconds of an optimizer step, or of a log-prob pass over its samples.
+
+    :param lengths: Tokens of each sample of a rank.
+    :param trains: Whether there is a backward pass and an update.
+    """
+    split = layout.tensor * layout.context * layout.pipeline
+    device = _products(config, shape, rates, sum(lengths), trains=trains)
+    device += _output(config, shape, rates, sum(lengths), trains=trains)
+    device += _attention(config, shape, rates, lengths, trains=trains)
+    device += _other_passes(config, shape, rates, sum(lengths), trains=trains)
+    device /= split * _efficiency(layout, rates)
+    device *= _engine_factor(config, rates)
+    layers = shape.layers / layout.pipeline * batches.micro_batches
+    host = rates.layer_s * layers * (1.0 if trains else 1 / 3)
+    bubble = (batches.micro_batches + layout.pipeline - 1) / batches.micro_batches
+    return max(device, host) * bubble + (_update(layout, config, rates) if trains else 0.0)
+
+
+def _products(config: Config, shape: ModelShape, rates: Rates, tokens: int, *, trains: bool) -> float:
+    """Return the seconds of the linear layers' products."""
+    times = _times(config) if trains else FORWARD
+    experts = shape.active_parameters - shape.layer_parameters
+    plain = 2 * shape.layer_parameters * tokens / _product_rate(shape, rates)
+    return times * (plain + 2 * experts * tokens / rates.experts)
+
+
+def _times(config: Config) -> float:
+    again = FORWARD if config.train.recompute == "full" else 0.0
+    return again + (FROZEN if config.train.lora.is_on else BOTH)
+
+
+def _product_rate(shape: ModelShape, rates: Rates) -> float:
+    return rates.product * shape.hidden / (shape.hidden + rates.small_width)
+
+
+def _output(config: Config, shape: ModelShape, rates: Rates, tokens: int, *, trains: bool) -> float:
+    """Return the seconds of the output layer, whose logits may be computed again in backward."""
+    times = FORWARD
+    if trains:
+        times = FROZEN if config.train.lora.is_on else BOTH
+        times += FORWARD if config.train.loss_memory_gib == 0 else 0.0
+    return times * 2 * shape.embedding * tokens / _product_rate(shape, rates)
+
+
+def _attention(config: Config, shape: ModelShape, rates: Rates, lengths: list[int], *, trains: bool) -> float:
+    own = shape.attention
+    scores = 2 * (own.query + own.output) * sum(length**2 for length in lengths) * CAUSAL
+    times = ATTENTION if trains else FORWARD
+    if trains and config.train.recompute in ("full", "selective"):
+        times += FORWARD
+    return times * shape.attention_layers * scores / rates.attention
+
+
+def _other_passes(config: Config, shape: ModelShape, rates: Rates, tokens: int, *, trains: bool) -> float:
+    """Return the seconds of norms, activations, rotary embedding and adapters, which only move memory."""
+    kept = shape.kept()
+    moved = 2 * (kept.tokens + kept.split) * tokens
+    share = rates.passes if trains else rates.passes / 3
+    if trains and config.train.recompute == "full":
+        share *= 4 / 3
+    seconds = share * moved / rates.copy
+    if config.train.lora.is_on:
+        seconds += _adapters(shape, rates, tokens) * (1.0 if trains else 1 / 3)
+    return seconds
+
+
+def _adapters(shape: ModelShape, rates: Rates, tokens: int) -> float:
+    own, hidden = shape.attention, shape.hidden
+    widths = 4 * hidden + own.query + own.key + own.value + own.output + 3 * (hidden + shape.intermediate)
+    return rates.adapters * 2 * shape.layers * widths * tokens / rates.copy
+
+
+def _efficiency(layout: Layout, rates: Rates) -> float:
+    """Return the rate per GPU of a layout over that of one GPU, as far as it was measured."""
+    kinds = ((layout.data, rates.data), (layout.tensor, rates.tensor), (layout.context, rates.context))
+    rate = 1.0
+    for size, factor in kinds:
+        rate *= factor if size > 1 else 1.0
+    return rate
+
+
+def _engine_factor(config: Config, rates: Rates) -> float:
+    if config.train.engine != "fsdp":
+        return 1.0
+    return rates.fsdp_lora if config.train.lora.is_on else rates.fsdp
+
+
+def _update(layout: Layout, config: Config, rates: Rates) -> float:
+    rank = layout.rank
+    trained = rank.adapters if config.train.lora.is_on else rank.dense
+    experts = 0.0 if config.train.lora.is_on else rank.experts
+    owned = trained / layout.optimizer_shards + experts / layout.expert_shards
+    return OPTIMIZER_BYTES * owned / rates.copy + rates.step_s
+
+
+# -------------------------------------------------------------------------
+# Generation
+# -------------------------------------------------------------------------
+
+
+def _generation(
+    config: Config,
+    shape: ModelShape,
+    layout: Layout,
+    batches: Batches,
+    server: ServerMemory | None,
+    rates: Rates,
+) -> float:
+    """Return the seconds in which a server makes its samples, in waves where its cache does not hold all."""
+    engines = layout.server
+    if engines is None or server is None or not batches.response_tokens:
+        return 0.0
+    samples = ceil(batches.samples / (engines.count * engines.ranks))
+    fits = max(1, server.cache_tokens // batches.sample_tokens)
+    waves = ceil(samples / fits)
+    at_once = ceil(samples / waves)
+    step = _decode_step(config, shape, engines.shards, batches, at_once, rates)
+    fixed = rates.sample_s * samples
+    if engines.is_embedded:
+        step += rates.embedded_decode_s * shape.layers
+        fixed = 0.0
+    prompts = 2 * shape.active_parameters * batches.prompts * batches.prompt_tokens
+    prefill = prompts / (engines.count * engines.ranks) / _product_rate(shape, rates) / engines.shards
+    return waves * batches.response_tokens * step + prefill + fixed
+
+
+def _decode_step(
+    config: Config, shape: ModelShape, shards: int, batches: Batches, at_once: int, rates: Rates
+) -> float:
+    """Return the seconds of one token of all samples: weights and half of the cache are read."""
+    size = 4 if (config.rollout.dtype or config.train.dtype or "float32") == "float32" else 2
+    mean = batches.prompt_tokens + batches.response_tokens / 2
+    weights = _read_parameters(shape, at_once) * size
+    cache = at_once * mean * shape.cache_numbers * size
+    operations = 2 * (shape.active_parameters + shape.embedding) * at_once
+    return (
+        (weights + cache) / rates.copy + operations / _product_rate(shape, rates)
+    ) / shards + rates.decode_s
+
+
+def _read_parameters(shape: ModelShape, tokens: int) -> float:
+    """Return the parameters that a decode step reads: experts that no token visits stay where they are."""
+    dense = shape.layer_parameters + shape.embedding
+    if shape.experts is None:
+        return float(dense)
+    missed = (1 - shape.experts.chosen / shape.experts.count) ** tokens
+    return dense + shape.expert_parameters * (1 - missed)

@@ -1,0 +1,156 @@
+"""``anygauge plan``: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.cli import main
+from anygauge_cpu.plugin import CPU
+
+QWEN3_4B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40_960,
+}
+CONFIG = """
+model = "model"
+[run]
+name = "t"
+[data]
+train = ["train.jsonl"]
+max_prompt_tokens = 512
+[reward]
+function = "exact_match"
+[train]
+dtype = "bfloat16"
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a directory with a config and a model without weights."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("c.toml").write_text(CONFIG)
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(QWEN3_4B))
+
+
+def plan(*options: str) -> int:
+    return main(["plan", "c.toml", "--backend", "cuda", *options])
+
+
+def test_a_plan_fits_a_terminal_and_ends_with_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--gpu", "H200", "--train.micro_batch_tokens", "8192") == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "model: 4.02 B parameters on 1 x H200 (139.8 GiB)"
+    assert lines[-1].split()[0] == "step"
+    titles = [line for line in lines[1:] if line and not line.startswith(" ")]
+    assert [title.split(",")[0].split(" by")[0] for title in titles] == [
+        "Layout",
+        "Batch",
+        "Device memory of the fullest training rank",
+        "Device memory",
+        "Rollout engine",
+        "Host and disk",
+        "Seconds a step at most",
+    ]
+    assert printed.err == ""
+
+
+def test_every_kind_of_layout_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    served = ["--rollout.engine", "sglang", "--placement.rollout_workers", "8"]
+    colocated = [*served, "--placement.colocated", "true", "--placement.train_workers", "8"]
+    for options in (colocated, ["--train.engine", "fsdp"], ["--run.task", "sft"]):
+        assert plan("--gpu", "h200", *options) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_json_has_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--gpu", "H200", "--json", "--train.micro_batch_tokens", "8192") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == pytest.approx(4.02e9, rel=1e-3)
+    assert found["device"] == {"backend": "cuda", "gpu": "H200", "bytes": 139.8 * 2**30}
+    parts = [value for name, value in found["train_bytes"].items() if name != "peak"]
+    assert found["train_bytes"]["peak"] == pytest.approx(sum(parts))
+    assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
+    assert found["warnings"] == []
+
+
+def test_what_cannot_fit_is_an_error_after_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--device-memory", "40") == 1
+    printed = capsys.readouterr()
+    assert "Adam's moments" in printed.out
+    assert "No expected time: rates were measured on H200 only" in printed.out
+    assert printed.err.endswith("[AG203]\n")
+    assert plan("--device-memory", "90") == 0
+    assert capsys.readouterr().err.startswith("warning: train needs ")
+
+
+def test_a_device_that_is_not_here_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "c.toml", "--backend", "npu"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("model: 4.02 B parameters on 1 x npu (memory not known)\n")
+    assert printed.err == ""
+
+
+def test_workers_of_a_host_share_its_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "anygauge.observability.host.read_memory", lambda: type("Memory", (), {"total": 2**40})
+    )
+    options = ["--placement.train_workers", "4", "--json", "--train.dtype", "float32"]
+    assert main(["plan", "c.toml", "--backend", CPU.name, *options]) == 0
+    assert json.loads(capsys.readouterr().out)["device"]["bytes"] == 2**38
+
+
+def test_what_is_asked_for_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--gpu", "H2000") == 1
+    assert "--gpu H2000: not a known GPU; known: H200, " in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        plan("--device-memory", "-1")
+    assert stopped.value.code == 2
+    assert "'-1' is not a finite number of GiB above 0" in capsys.readouterr().err
+    Path("model/config.json").unlink()
+    assert plan() == 1
+    assert "A plan needs the sizes of model" in capsys.readouterr().err
+
+
+def test_the_head_of_a_dry_run_is_the_short_form(capsys: pytest.CaptureFixture[str]) -> None:
+    dry = ["train", "c.toml", "--dry-run", "--no-file-check", "--backend", "cuda"]
+    assert main(dry) == 0
+    lines = capsys.readouterr().err.splitlines()
+    start = lines.index("model: 4.02 B parameters on 1 x cuda (memory not known)")
+    assert lines[start + 1].startswith("  32 prompts, 256 samples and at most 196,608 tokens a step; 1 x 13 ")
+    assert lines[start + 2].startswith("  device memory, GiB: generate ")
+    assert max(map(len, lines[start:])) <= 110
+    Path("model/config.json").unlink()
+    assert main(dry) == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("no plan: A plan needs the sizes of model")
+
+
+def test_a_dry_run_on_a_device_that_is_too_small_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "anygauge.observability.host.read_memory", lambda: type("Memory", (), {"total": 2**35})
+    )
+    monkeypatch.setattr("anygauge.plugins.select_backend", lambda *_: (CPU, "for this test"))
+    assert main(["train", "c.toml", "--dry-run", "--no-file-check"]) == 1
+    assert capsys.readouterr().err.endswith("[AG203]\n")

@@ -1,0 +1,137 @@
+"""Plans against figures of docs/performance.md: one NVIDIA H200, November 2026."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.config import Config
+from anygauge.planning.memory import GIB
+from anygauge.planning.plan import Assumptions, Plan, make_plan
+from anygauge.planning.rates import DEVICE_MEMORY, RATES
+from anygauge.planning.shape import read_shape
+
+BENCH = Path(__file__).parents[3] / "bench"
+SHAPES = runpy.run_path(str(BENCH / "train_step.py"))["SHAPES"]
+H200 = Assumptions(
+    backend="cuda", master_bytes=2, device_bytes=DEVICE_MEMORY["H200"], gpu="H200", rates=RATES["H200"]
+)
+LEAN: dict[str, Any] = {"loss_memory_gib": 0}
+"""Keeps no logits, as the loss did before 2026-11-28."""
+FSDP: dict[str, Any] = {"engine": "fsdp"}
+LORA: dict[str, Any] = {"lora": {"rank": 16}}
+
+
+def planned(shape: str, keys: dict[str, Any]) -> Plan:
+    """Return the plan of a run on one H200.
+
+    :param keys: Sections of its config.
+    """
+    base: dict[str, Any] = {
+        "run": {"name": "t"},
+        "model": {"path": "m"},
+        "reward": {"function": "none"},
+        "data": {"train": []},
+    }
+    return make_plan(Config.model_validate({**base, **keys}), read_shape(SHAPES[shape]), H200)
+
+
+def train_step(shape: str, length: int, count: int, **train: Any) -> Plan:
+    """Return the plan of a step of ``bench/train_step.py``: some samples of one length, at once."""
+    rollout = {"prompts_per_step": count, "samples_per_prompt": 1, "max_new_tokens": length - 1}
+    own = {"dtype": "bfloat16", "micro_batch_tokens": length * count, **train}
+    data = {"train": [], "max_prompt_tokens": 1}
+    return planned(shape, {"data": data, "rollout": rollout, "train": own})
+
+
+def colocated(shape: str, *, samples: int, prompt: int, response: int, **more: Any) -> Plan:
+    """Return the plan of a colocated run of ``bench/end_to_end.py`` with 64 prompts."""
+    rollout = {
+        "engine": "sglang",
+        "prompts_per_step": 64,
+        "samples_per_prompt": samples,
+        "max_new_tokens": response,
+        **more,
+    }
+    train = {"dtype": "bfloat16", "micro_batch_tokens": 16_384, "optimizer_steps": 2}
+    return planned(
+        shape,
+        {
+            "data": {"train": [], "max_prompt_tokens": prompt},
+            "rollout": rollout,
+            "train": train,
+            "placement": {"rollout_workers": 1, "colocated": True},
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "train", "gib"),
+    [
+        ("4b", 2, {}, 93.2),
+        ("4b", 2, LEAN | {"recompute": "elementwise"}, 82.8),
+        ("4b", 4, LEAN, 122.3),
+        ("4b", 2, FSDP, 86.9),
+        ("4b", 2, LORA, 41.2),
+        ("4b", 2, FSDP | LORA, 41.2),
+        ("4b", 2, LEAN | FSDP | LORA | {"recompute": "full"}, 10.6),
+        ("1.7b", 2, LEAN, 41.7),
+        ("0.6b", 2, LEAN, 19.2),
+        ("30b-a3b", 2, LEAN, 73.2),
+    ],
+)
+def test_the_memory_of_a_train_step_is_as_measured(
+    shape: str, count: int, train: dict[str, Any], gib: float
+) -> None:
+    memory = train_step(shape, 4096, count, **train).train
+    assert (memory.peak - memory.others) / GIB == pytest.approx(gib, rel=0.1)
+
+
+def test_the_memory_of_colocated_runs_is_as_measured() -> None:
+    large = colocated("1.7b", samples=8, prompt=48, response=1024, max_batch_tokens=686_080)
+    assert large.train.peak / GIB == pytest.approx(61, rel=0.1)
+    small = colocated("135m", samples=16, prompt=32, response=64, sglang={"mem_fraction_static": 0.3})
+    assert small.train.peak / GIB == pytest.approx(12.7, rel=0.1)
+
+
+def test_trainers_and_servers_sleep_in_turns_where_they_did() -> None:
+    large = colocated("1.7b", samples=8, prompt=48, response=1024, max_batch_tokens=686_080)
+    assert large.sleeps
+    assert large.spare is not None
+    assert large.spare < 0
+    assert large.phases["generate"][0] == 0
+    small = colocated("135m", samples=16, prompt=32, response=64, sglang={"mem_fraction_static": 0.3})
+    assert not small.sleeps
+    assert small.seconds.keys() == {"generate", "log_probs", "train", "sync"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "train", "ms"),
+    [
+        ("4b", 2, {}, 441),
+        ("4b", 4, LEAN, 848),
+        ("4b", 2, FSDP, 464),
+        ("4b", 2, LORA, 356),
+        ("4b", 2, FSDP | LORA, 413),
+        ("4b", 2, FSDP | LORA | {"recompute": "full"}, 560),
+        ("1.7b", 2, {}, 199),
+        ("0.6b", 2, {}, 110),
+        ("30b-a3b", 2, {}, 158),
+    ],
+)
+def test_the_time_of_a_train_step_is_as_measured(
+    shape: str, count: int, train: dict[str, Any], ms: float
+) -> None:
+    step = train_step(shape, 4096, count, **train)
+    assert step.seconds["train"] * 1e3 == pytest.approx(ms, rel=0.2)
+
+
+def test_the_parts_of_a_colocated_step_are_as_measured() -> None:
+    plan = colocated("1.7b", samples=8, prompt=48, response=1024, max_batch_tokens=686_080)
+    measured = {"generate": 16.4, "train": 9.4, "log_probs": 1.75, "sleep": 1.2}
+    for part, seconds in measured.items():
+        assert plan.seconds[part] == pytest.approx(seconds, rel=0.2), part
+    assert plan.total_seconds == pytest.approx(29.0, rel=0.1)
