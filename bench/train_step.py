@@ -54,6 +54,8 @@ FSDP = ("fsdp", "lora")
 LORA = ("lora", "megatron-lora")
 SEEING = ("images", "frozen")
 WARM_UP = 3
+READY = "ready"
+"""Printed with ``--wait`` before the first step."""
 GIB = 1 << 30
 
 DENSE = {
@@ -402,6 +404,9 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         Path(name, "config.json").write_text(json.dumps(config_of(args)))
         with side(args, Path(name)) as step:
+            if args.wait:
+                print(READY, flush=True)
+                sys.stdin.readline()
             for _ in range(WARM_UP):
                 step()
             with watched() as state:
@@ -543,17 +548,21 @@ def operations_of(side: str, args: argparse.Namespace) -> float:
     return total + tower * (1 if side == "frozen" else 3)
 
 
+def command_of(side: str, args: argparse.Namespace) -> list[str]:
+    """Return the command that measures one side and prints its figures as JSON in its last line."""
+    command = [sys.executable, __file__, "--alone", "--sides", side, "--shape", args.shape]
+    names = "backend", "dtype", "runs", "megatron", "recompute", "micro_batch", "images", "pixels"
+    for name in (*names, "prompt", "group"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    return [*command, "--lengths", *map(str, args.lengths), *["--profile"] * args.profile]
+
+
 def in_own_process(side: str, args: argparse.Namespace) -> dict[str, float] | None:
     """Return the figures of one side, or ``None`` where it failed; its last words are printed."""
     if side.startswith("liger") and importlib.util.find_spec("liger_kernel") is None:
         print("liger is not installed", file=sys.stderr)
         return None
-    command = [sys.executable, __file__, "--alone", "--sides", side, "--shape", args.shape]
-    names = "backend", "dtype", "runs", "megatron", "recompute", "micro_batch", "images", "pixels"
-    for name in (*names, "prompt", "group"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    command += ["--lengths", *map(str, args.lengths), *["--profile"] * args.profile]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command_of(side, args), capture_output=True, text=True, check=False)
     if args.profile:
         print(done.stderr, file=sys.stderr)
     if done.returncode:
@@ -575,8 +584,8 @@ def report(args: argparse.Namespace, side: str, found: dict[str, float], first: 
     )
 
 
-def main() -> int:
-    """Measure one side, or print the table of all."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="4b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 4096])
@@ -593,7 +602,13 @@ def main() -> int:
     parser.add_argument("--group", type=int, default=1, help="rows in succession that have the same prompt")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--wait", action="store_true", help="with --alone: a line of input starts the steps")
+    return parser
+
+
+def main() -> int:
+    """Measure one side, or print the table of all."""
+    args = make_parser().parse_args()
     if args.alone:
         print(json.dumps(measure(args)))
         return 0

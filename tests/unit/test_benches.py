@@ -287,3 +287,22 @@ def test_two_trainers_are_compared_in_pairs_of_runs(
     assert "ratio: 5.00 (pairs: 2.00, 8.00)" in printed
     assert "anygauge: 683 samples/s (runs: 512, 1,024)" in printed
     assert printed.count("reward: 0.031 0.156 0.281 0.406 0.531 0.656 0.781 0.906") == 2
+
+
+def test_a_plan_beyond_a_bound_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("plan_check.py", monkeypatch)
+    row = module["Row"]
+    assert row("a", 10, 10.9, 100, 119).beyond == []
+    assert row("a", 10, 8.9, 100, 79).beyond == ["memory", "time"]
+    assert row("a", 0, 8.9, 100, 81).beyond == []  # a host tells no peak
+    assert module["line"](row("a", 10, 11.1, 100, 100)).endswith("1.00  memory")
+
+
+def test_every_case_of_a_plan_check_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("plan_check.py", monkeypatch)
+    for case in module["CASES"].values():
+        gib, ms = module["planned"](case, "H200", "cuda")
+        assert 0 < gib < 139.8
+        assert ms > 0
+    gib, _ = module["planned"](module["CASES"]["4b"], "H200", "cuda")
+    assert gib == pytest.approx(93.0, abs=0.1)
