@@ -8,7 +8,18 @@ from anygauge.cli.entry import COMMANDS, make_parser
 
 SURFACE = {
     "demo": ["--seed", "--backend"],
-    "init": ["--model", "--devices", "--backend", "--engine", "--task", "--data", "--out", "--force"],
+    "init": [
+        "--model",
+        "--devices",
+        "--backend",
+        "--engine",
+        "--device-memory",
+        "--gpu",
+        "--task",
+        "--data",
+        "--out",
+        "--force",
+    ],
     "import": ["project", "file", "--out", "--force", "--backend"],
     "plan": ["config", "--backend", "--device-memory", "--gpu", "--json"],
     "train": ["config", "--backend", "--resume", "--overwrite", "--dry-run", "--no-file-check", "--keys"],

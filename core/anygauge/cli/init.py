@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anygauge.cli.devices import add_device_arguments, device_facts
 from anygauge.disk import read_json
 from anygauge.strict_json import parse_json
 
 if TYPE_CHECKING:
     from anygauge.cli.recipe import DataFacts, Machine, ModelFacts
+    from anygauge.planning.choose import Choice
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="train engine: megatron or fsdp; default: megatron, never another one",
     )
+    add_device_arguments(parser)
     parser.add_argument("--task", choices=("rl", "sft"), default="rl", help="default: rl")
     parser.add_argument("--data", metavar="FILE", help="training data, local or by name; default: GSM8K")
     parser.add_argument("--out", metavar="FILE", default="config.toml", help="default: config.toml")
@@ -70,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     _check_out(out, force=args.force)
     model, hf, how = _model(args.model)
     supported = _check_engine(args.engine, hf)
-    machine = _machine(args.backend, args.devices)
+    machine = _machine(args)
     options = {"task": args.task, "engine": args.engine, "command": _command(args)}
     text = recipe(model, _data(args.data), machine, **options)
     try:
@@ -122,7 +125,8 @@ def _check_out(out: Path, *, force: bool) -> None:
 
 def _command(args: argparse.Namespace) -> str:
     options = {"--engine": args.engine, "--backend": args.backend, "--data": args.data}
-    chosen = [word for option, value in options.items() if value for word in (option, value)]
+    options |= {"--gpu": args.gpu, "--device-memory": args.device_memory}
+    chosen = [word for option, value in options.items() if value for word in (option, str(value))]
     words = ["anygauge", "init", "--model", args.model, "--devices", str(args.devices), "--task", args.task]
     return shlex.join([*words, *chosen])
 
@@ -222,20 +226,27 @@ def _has_template(directory: Path) -> bool:
 # -------------------------------------------------------------------------
 
 
-def _machine(backend: str | None, devices: int) -> Machine:
+def _machine(args: argparse.Namespace) -> Machine:
     from anygauge.cli.recipe import DEVICE_GIB, GIB, Machine
-    from anygauge.observability.host import read_memory
     from anygauge.plugins import find_backend, load_plugins, select_backend
+    from anygauge.serving.sglang.installed import installed_sglang
 
     plugins = load_plugins()
-    if backend is None:
+    if args.backend is None:
         spec, reason = select_backend(plugins, None)
         print(f"backend: {spec.name} ({reason})", file=sys.stderr)
     else:
-        spec = find_backend(plugins, plugins.named("register_backends"), backend)
-    accelerator = spec.visible_devices_env is not None
-    memory = DEVICE_GIB if accelerator else read_memory().total / GIB
-    return Machine(backend=spec.name, accelerator=accelerator, devices=devices, memory_gib=memory)
+        spec = find_backend(plugins, plugins.named("register_backends"), args.backend)
+    memory = device_facts(plugins, spec, args.gpu, args.device_memory).memory
+    return Machine(
+        backend=spec.name,
+        accelerator=spec.visible_devices_env is not None,
+        devices=args.devices,
+        memory_gib=DEVICE_GIB if memory is None else memory / GIB,
+        is_assumed=memory is None,
+        master_bytes=spec.master_weight_bytes,
+        has_servers=installed_sglang() is not None,
+    )
 
 
 def _data(path: str | None) -> DataFacts:
@@ -300,10 +311,16 @@ def _first_row(path: Path | None) -> Mapping[str, Any]:
 
 def _notes(args: argparse.Namespace, model: ModelFacts, machine: Machine) -> Iterator[str]:
     """Yield notes for the user before the first run."""
-    from anygauge.cli.recipe import state_gib
+    from anygauge.cli.recipe import choice_of, state_gib
 
     if args.data and not args.data.startswith("hf:") and _local(args.data) is None:
         yield f"{args.data} does not exist yet"
+    if machine.accelerator and machine.is_assumed:
+        yield f"devices of {machine.memory_gib:.0f} GiB are assumed; say more with --gpu or --device-memory"
+    choice = choice_of(model, machine, task=args.task, engine=args.engine)
+    if choice is not None:
+        yield from _fit(choice, machine)
+        return
     if model.billions is None:
         yield "the size of the model is not known: the batch sizes are those of 4B parameters"
         return
@@ -314,3 +331,19 @@ def _notes(args: argparse.Namespace, model: ModelFacts, machine: Machine) -> Ite
             f"weights, gradients and optimizer take about {needed:.0f} GiB of the {memory:.0f} GiB of each "
             "device: use more devices or a smaller model"
         )
+
+
+def _fit(choice: Choice, machine: Machine) -> Iterator[str]:
+    """Yield how much of a device is planned, and what is missing."""
+    from anygauge.cli.recipe import GIB
+
+    needed, memory = choice.plan.needed / GIB, machine.memory_gib
+    if choice.fits:
+        yield f"planned: {needed:.0f} of {memory:.0f} GiB of each device; `anygauge plan` shows the parts"
+    else:
+        yield (
+            f"a step needs about {needed:.0f} GiB of the {memory:.0f} GiB of each device: use more devices "
+            "or a smaller model"
+        )
+    if choice.server_devices and not machine.has_servers:
+        yield "the config needs SGLang, which is not installed: docs/sglang.md"

@@ -5,17 +5,31 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from anygauge.planning.choose import Choice, Wishes, choose
+from anygauge.planning.plan import Assumptions
+from anygauge.planning.rates import RATES
+from anygauge.planning.shape import ModelShape, read_shape
+from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import text_config
 
-__all__ = ["DataFacts", "Machine", "ModelFacts", "facts_of_config", "facts_of_name", "recipe", "state_gib"]
+__all__ = [
+    "DataFacts",
+    "Machine",
+    "ModelFacts",
+    "choice_of",
+    "facts_of_config",
+    "facts_of_name",
+    "recipe",
+    "state_gib",
+]
 
 GIB = 2**30
 DEVICE_GIB = 64
-"""Memory of an accelerator that the sizes are chosen for; most have this much or more."""
+"""Memory that is assumed of an accelerator where nothing tells it; most have this much or more."""
 LONGEST_PROMPT = 512
 LONGEST_RESPONSE = 1024
 LONGEST_ROW = 2048
@@ -28,6 +42,8 @@ VOCABULARY = 152_064
 LOGIT_BYTES = 32
 """Per token and entry of the vocabulary: logits, their softmax and gradients, in float32."""
 SMALLEST_BATCH, LARGEST_BATCH = 1024, 16_384
+SAMPLES = 8
+"""Samples of each prompt."""
 COMMENT_COLUMN = 40
 COUNTS, SIZES = ("", "K", "M", "B", "T"), (" bytes", " KiB", " MiB", " GiB")
 ONE_HOST = 8
@@ -56,6 +72,8 @@ class ModelFacts:
     """Whether its template thinks unless it is told not to."""
     has_vision: bool = False
     """Whether it takes images, as far as is known."""
+    shape: ModelShape | None = None
+    """Its sizes, if its ``config.json`` tells them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +99,12 @@ class Machine:
     devices: int
     memory_gib: float
     """Memory of one device; on a CPU-only host, memory of the host."""
+    is_assumed: bool = True
+    """Whether nothing tells the memory of a device."""
+    master_bytes: int = 4
+    """See :attr:`anygauge_hooks.types.BackendSpec.master_weight_bytes`."""
+    has_servers: bool = False
+    """Whether SGLang is installed."""
 
 
 # -------------------------------------------------------------------------
@@ -119,7 +143,8 @@ def facts_of_config(name: str, hf: Mapping[str, Any], *, chat: bool) -> ModelFac
     )
     kv_heads = _number(hf, "num_key_value_heads") or heads
     head_dim = _number(hf, "head_dim") or (hidden // heads if heads else 0)
-    parameters = _parameters(hf, layers, hidden, (heads * 2 + kv_heads * 2) * head_dim)
+    shape = _shape(hf)
+    parameters = 0 if shape is None else shape.parameters
     context = _number(hf, "max_position_embeddings")
     return ModelFacts(
         name=name,
@@ -130,7 +155,15 @@ def facts_of_config(name: str, hf: Mapping[str, Any], *, chat: bool) -> ModelFac
         chat=chat,
         thinks=chat and _may_think(str(hf.get("model_type"))),
         has_vision="vision_config" in hf or "thinker_config" in hf,
+        shape=shape,
     )
+
+
+def _shape(hf: Mapping[str, Any]) -> ModelShape | None:
+    try:
+        return read_shape(hf)
+    except ConfigError:
+        return None
 
 
 def _may_think(name: str) -> bool:
@@ -141,17 +174,6 @@ def _may_think(name: str) -> bool:
 def _number(hf: Mapping[str, Any], key: str) -> int:
     value = hf.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
-
-
-def _parameters(hf: Mapping[str, Any], layers: int, hidden: int, attention: int) -> int:
-    """Return about how many parameters a decoder has.
-
-    :param attention: Width of queries, keys, values and output together.
-    """
-    experts = _number(hf, "num_experts")
-    mlp = _number(hf, "moe_intermediate_size" if experts else "intermediate_size") * max(1, experts)
-    embeddings = 1 if hf.get("tie_word_embeddings") else 2
-    return hidden * (layers * (attention + 3 * mlp) + embeddings * _number(hf, "vocab_size"))
 
 
 def state_gib(billions: float, devices: int) -> float:
@@ -193,6 +215,7 @@ def recipe(
         keep_trailing_newline=True,
     )
     environment.filters["toml"] = _toml
+    choice = choice_of(model, machine, task=task, engine=engine)
     text = environment.get_template("recipe.toml.jinja").render(
         model=model,
         data=data,
@@ -202,7 +225,8 @@ def recipe(
         command=command,
         one_host=ONE_HOST,
         **_texts(model, machine, task),
-        **_sizes(model, machine, task),
+        **_sizes(model, machine, task, engine),
+        **_chosen(choice, machine),
     )
     return "\n".join(map(_aligned, text.split("\n")))
 
@@ -212,34 +236,96 @@ def _texts(model: ModelFacts, machine: Machine, task: str) -> dict[str, str]:
     size = "a size that neither tells"
     if model.billions is not None:
         size = f"{_amount(model.billions * 1e9, 1000, COUNTS)} parameters"
-    host = (
-        f"devices of {DEVICE_GIB} GiB" if machine.accelerator else f"{machine.memory_gib:.0f} GiB of memory"
-    )
+    host = f"{machine.memory_gib:.0f} GiB of memory"
+    if machine.accelerator:
+        host = f"devices of {machine.memory_gib:.0f} GiB{', assumed' if machine.is_assumed else ''}"
     slug = re.sub(r"[^a-z0-9._]+", "-", model.name.rstrip("/").rpartition("/")[2].lower()).strip("-._")
     name = f"{slug or 'model'}-{'grpo' if task == 'rl' else 'sft'}"
     return {"size": size, "host": host, "name": name, "kv_size": _amount(model.kv_bytes, 1024, SIZES)}
 
 
-def _sizes(model: ModelFacts, machine: Machine, task: str) -> dict[str, float]:
-    """Return the numbers of the template."""
-    accelerator, billions = machine.accelerator, model.billions or 4.0
+def choice_of(model: ModelFacts, machine: Machine, *, task: str, engine: str | None) -> Choice | None:
+    """Return the chosen layout; ``None`` on a CPU, and of a model whose sizes are not known.
+
+    Rollout engines are servers where SGLang is installed, and where those in the workers do not fit.
+    """
+    if model.shape is None or not machine.accelerator:
+        return None
+    given = Assumptions(
+        backend=machine.backend,
+        master_bytes=machine.master_bytes,
+        device_bytes=machine.memory_gib * GIB,
+        rates=RATES["H200"],
+    )
+    wishes = Wishes(
+        devices=machine.devices,
+        engine=engine or "megatron",
+        task=task,
+        has_servers=machine.has_servers,
+        **_batch_sizes(model, machine, task),
+    )
+    chosen = choose(model.shape, wishes, given)
+    if chosen.fits or machine.has_servers or task == "sft":
+        return chosen
+    return choose(model.shape, replace(wishes, has_servers=True), given)
+
+
+def _chosen(choice: Choice | None, machine: Machine) -> dict[str, Any]:
+    """Return the words of the template that a choice decides."""
+    servers = 0 if choice is None else choice.server_devices
+    parallel = {} if choice is None else choice.parallel
+    return {
+        "parallel": parallel,
+        "server_devices": servers,
+        "servers": machine.devices // servers if servers else 0,
+        "runs_on_cpu": not (servers or parallel),
+    }
+
+
+def _batch_sizes(model: ModelFacts, machine: Machine, task: str) -> dict[str, int]:
+    """Return the sizes of a batch, which do not depend on the layout."""
+    accelerator = machine.accelerator
     longest = (
         (LONGEST_PROMPT, LONGEST_RESPONSE if accelerator else 256) if task == "rl" else (LONGEST_ROW, 256)
     )
     prompt, response = _lengths(model.context, *longest)
     cache = _power_of_two(machine.memory_gib * GIB / (5 if accelerator else 10) / model.kv_bytes)
     prompts = (32 if task == "rl" else 64) if accelerator else 8
+    return {
+        "prompts": _multiple(prompts, machine.devices),
+        "samples": SAMPLES,
+        "prompt_tokens": prompt,
+        "response_tokens": response,
+        "cache_tokens": max(prompt + response, min(LARGEST_CACHE, cache)),
+    }
+
+
+def _sizes(model: ModelFacts, machine: Machine, task: str, engine: str | None) -> dict[str, Any]:
+    """Return the numbers of the template."""
+    sizes = _batch_sizes(model, machine, task)
+    choice = choice_of(model, machine, task=task, engine=engine)
+    micro_batch, recompute = _guess(model, machine, engine)
+    if choice is not None:
+        micro_batch, recompute = choice.micro_batch, choice.recompute
+    return {
+        "prompt": sizes["prompt_tokens"],
+        "response": sizes["response_tokens"],
+        "cpu_response": min(sizes["response_tokens"], 256),
+        "prompts": sizes["prompts"],
+        "samples": SAMPLES,
+        "cache": sizes["cache_tokens"],
+        "micro_batch": micro_batch,
+        "recompute": recompute,
+    }
+
+
+def _guess(model: ModelFacts, machine: Machine, engine: str | None) -> tuple[int, str]:
+    """Return tokens of a micro-batch and recompute, of a model of which at most the size is known."""
+    billions = model.billions or 4.0
     free = machine.memory_gib * 0.9 - state_gib(billions, machine.devices)
     fits = _power_of_two(free * GIB / 2 / (LOGIT_BYTES * model.vocabulary))
-    return {
-        "billions": billions,
-        "prompt": prompt,
-        "response": response,
-        "cpu_response": min(response, 256),
-        "prompts": _multiple(prompts, machine.devices),
-        "cache": max(prompt + response, min(LARGEST_CACHE, cache)),
-        "micro_batch": min(LARGEST_BATCH, max(SMALLEST_BATCH, fits)),
-    }
+    recompute = "full" if billions >= 5 or engine == "fsdp" else "selective"
+    return min(LARGEST_BATCH, max(SMALLEST_BATCH, fits)), recompute
 
 
 def _lengths(context: int | None, prompt: int, response: int) -> tuple[int, int]:

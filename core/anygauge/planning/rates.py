@@ -44,7 +44,9 @@ class Rates:
     data: float
     """Rate per GPU with data parallelism over one GPU's."""
     tensor: float
+    """The same with two tensor-parallel ranks."""
     context: float
+    """The same with two context-parallel ranks."""
     decode_s: float
     """Seconds of a decode step beyond reading weights and cache and computing products."""
     sample_s: float
@@ -76,7 +78,7 @@ H200 = Rates(
     context=0.83,
     decode_s=2.9e-3,
     sample_s=1.4e-3,
-    embedded_decode_s=0.5e-3,
+    embedded_decode_s=0.33e-3,
     sync=100e9,
     offload=40e9,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log2
 from typing import TYPE_CHECKING
 
 from anygauge.planning.batches import Batches
@@ -26,6 +26,8 @@ ATTENTION = 3.5
 """Products of attention forward and backward over forward: it computes its scores again."""
 OPTIMIZER_BYTES = 32.0
 """Bytes per parameter that the norm of the gradients and AdamW move."""
+AGAIN = 1.17
+"""Bytes of the other kernels where norms and activations are computed again, over those without."""
 CAUSAL = 0.5
 
 
@@ -156,6 +158,8 @@ def _other_passes(config: Config, shape: ModelShape, rates: Rates, tokens: int, 
     share = rates.passes if trains else rates.passes / 3
     if trains and config.train.recompute == "full":
         share *= 4 / 3
+    elif trains and config.train.recompute != "none":
+        share *= AGAIN
     seconds = share * moved / rates.copy
     if config.train.lora.is_on:
         seconds += _adapters(shape, rates, tokens) * (1.0 if trains else 1 / 3)
@@ -169,12 +173,10 @@ def _adapters(shape: ModelShape, rates: Rates, tokens: int) -> float:
 
 
 def _efficiency(layout: Layout, rates: Rates) -> float:
-    """Return the rate per GPU of a layout over that of one GPU, as far as it was measured."""
-    kinds = ((layout.data, rates.data), (layout.tensor, rates.tensor), (layout.context, rates.context))
-    rate = 1.0
-    for size, factor in kinds:
-        rate *= factor if size > 1 else 1.0
-    return rate
+    """Return the rate per GPU of a layout over that of one GPU: as measured with two, for each doubling."""
+    data = rates.data if layout.data > 1 else 1.0
+    model: float = rates.tensor ** log2(layout.tensor) * rates.context ** log2(layout.context)
+    return data * model
 
 
 def _engine_factor(config: Config, rates: Rates) -> float:

@@ -101,7 +101,8 @@ def test_a_local_directory_gives_the_sizes(capsys: pytest.CaptureFixture[str]) -
     tree = tomllib.loads(Path("config.toml").read_text())
     assert tree["rollout"]["max_new_tokens"] + tree["data"]["max_prompt_tokens"] <= 640
     assert tree["rollout"]["max_batch_tokens"] == 65536
-    assert (tree["train"]["micro_batch_tokens"], tree["train"]["recompute"]) == (1024, "full")
+    assert (tree["train"]["micro_batch_tokens"], tree["train"]["recompute"]) == (8192, "elementwise")
+    assert tree["train"]["parallel"] == {"tensor": 4}
     assert "apply_chat_template" not in tree["data"]
     (directory / "chat_template.jinja").write_text("")
     assert main(["init", "--model", "models/mine", "--backend", "cuda", "--force"]) == 0
@@ -296,7 +297,8 @@ def test_sizes_are_written_in_units_that_fit() -> None:
     data = DataFacts(train="a", evaluation=None, input_key="prompt", label_key="label", note="")
     machine = Machine(backend="x", accelerator=False, devices=1, memory_gib=64)
     tiny = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
-    for hf, count, cache in ((tiny, "8.19K", "128 bytes"), (QWEN3_8B, "8.19B", "144 KiB")):
+    tiny["intermediate_size"] = 1
+    for hf, count, cache in ((tiny, "8.38K", "128 bytes"), (QWEN3_8B, "8.19B", "144 KiB")):
         text = recipe(facts_of_config("m", hf, chat=False), data, machine, task="rl", command="c")
         assert f"# for {count} parameters on" in text
         assert f"# KV cache of {cache} per token" in text
@@ -338,3 +340,97 @@ def test_every_engine_of_a_model_is_named(capsys: pytest.CaptureFixture[str]) ->
     assert main(["init", "--model", "qwen3", "--backend", "cpu"]) == 0
     engines = "'fsdp' (family qwen3) and 'megatron' (family qwen3)"
     assert f"Qwen3ForCausalLM is supported by train.engine = {engines}" in capsys.readouterr().out
+
+
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151_936,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40_960,
+}
+"""Published sizes of https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json."""
+
+
+def load_alone(backend: str) -> Config:
+    """Return a config whose model has no weights here."""
+    plugins = load_plugins()
+    return load_config("config.toml", backend=backend, plugins=plugins, check_files=False).config
+
+
+def make_model(name: str, hf: dict[str, Any]) -> None:
+    Path(name).mkdir()
+    Path(name, "config.json").write_text(json.dumps(hf))
+
+
+def test_a_large_mixture_of_experts_gets_a_config_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    make_model("moe", QWEN3_30B_A3B)
+    options = ["--model", "moe", "--backend", "cuda", "--devices", "8", "--gpu", "H200"]
+    assert main(["init", *options]) == 0
+    assert "of 140 GiB of each device" in capsys.readouterr().out
+    config = load_alone("cuda")
+    assert config.train.parallel.expert == 8
+    assert (config.rollout.engine, config.placement.colocated) == ("sglang", True)
+    assert main(["plan", "config.toml", "--backend", "cuda", "--gpu", "H200", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    limit = plan["device"]["bytes"]
+    assert plan["parameters"] == pytest.approx(30.5e9, rel=0.01)
+    assert all(sum(phase.values()) < 0.94 * limit for phase in plan["phase_bytes"].values())
+    assert plan["engine_bytes"]["cache_tokens"] > 30 * 1536
+    assert plan["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "devices", "chosen"),
+    [
+        ("H200", 1, (1, "none", 8192, "transformers")),
+        ("H200", 8, (1, "none", 16_384, "transformers")),
+        ("A100", 8, (1, "none", 4096, "transformers")),
+        ("L40S", 8, (4, "elementwise", 16_384, "transformers")),
+    ],
+)
+def test_sizes_follow_from_the_memory_of_the_devices(
+    gpu: str, devices: int, chosen: tuple[int, str, int, str]
+) -> None:
+    make_model("4b", QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True})
+    options = ["--model", "4b", "--backend", "cuda", "--devices", str(devices), "--gpu", gpu]
+    assert main(["init", *options]) == 0
+    config = load_alone("cuda")
+    found = config.train.parallel.tensor, config.train.recompute, config.train.micro_batch_tokens
+    assert (*found, config.rollout.engine) == chosen
+
+
+def test_device_memory_that_nobody_tells_is_assumed_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    make_model("mine", QWEN3_8B)
+    assert main(["init", "--model", "mine", "--backend", "npu", "--devices", "16"]) == 0
+    assert "devices of 64 GiB are assumed" in capsys.readouterr().out
+    assert (
+        "# for 8.19B parameters on 16 x npu, devices of 64 GiB, assumed." in Path("config.toml").read_text()
+    )
+    assert main(["init", "--model", "mine", "--backend", "npu", "--device-memory", "32", "--force"]) == 0
+    out = capsys.readouterr().out
+    assert "GiB of the 32 GiB of each device: use more devices or a smaller model" in out
+    assert "assumed" not in out
+
+
+def test_servers_are_chosen_where_sglang_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anygauge.serving.sglang.installed.installed_sglang", object)
+    make_model("mine", QWEN3_8B)
+    assert main(["init", "--model", "mine", "--backend", "cuda", "--devices", "2", "--gpu", "H200"]) == 0
+    tree = tomllib.loads(Path("config.toml").read_text())
+    assert tree["rollout"]["engine"] == "sglang"
+    assert "max_batch_tokens" not in tree["rollout"]
+    assert (tree["placement"]["rollout_workers"], tree["placement"]["colocated"]) == (2, True)
+    assert "cpu" not in tree.get("on", {})
