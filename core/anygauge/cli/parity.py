@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from anygauge.plugins import load_plugins
     from anygauge.testing.model_worker import PROMPT
     from anygauge.testing.parity.comparison import compare_sides, load_side
-    from anygauge.testing.parity.differences import first_divergence, table
+    from anygauge.testing.parity.differences import conclusion, first_divergence, table
     from anygauge.testing.parity.sides import parse_side
 
     plugins, sides = load_plugins(), [parse_side(text) for text in (args.a, args.b)]
@@ -63,9 +63,8 @@ def run(args: argparse.Namespace) -> int:
         print(visible(line))
     if a.workers > 1 or b.workers > 1:
         print("ops and layers are not compared: a side has more than one worker")
-    first = first_divergence(differences)
-    print(visible("no difference is beyond its limit" if first is None else f"first divergence: {first}"))
-    return 0 if first is None else 1
+    print(visible(conclusion(differences)))
+    return 0 if first_divergence(differences) is None else 1
 
 
 def _model(args: argparse.Namespace, plugins: Plugins, scratch: Path) -> Path:

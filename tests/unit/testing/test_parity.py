@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from anygauge.config import Config
 from anygauge.kernels.reference import rms_norm, swiglu
 from anygauge.plugins import load_plugins
-from anygauge.testing.parity.differences import Difference, first_divergence, limits_of, table
+from anygauge.testing.parity.differences import Difference, conclusion, first_divergence, limits_of, table
 from anygauge.testing.parity.sides import Side, parse_side
 from anygauge.testing.parity.worker import ParityWorker
 from anygauge.testing.tiny import tiny_qwen3
@@ -182,6 +182,10 @@ def test_the_first_divergence_is_in_the_order_of_a_pass() -> None:
     assert first_divergence([log_probs, layer, earlier]) is layer
     assert first_divergence([earlier, later]) is later
     assert first_divergence([earlier, log_probs]) is log_probs
+    assert conclusion([right]) == "no difference is beyond its limit"
+    assert conclusion([log_probs]) == "first divergence: log-probs: forward 1, limit 0.1"
+    alone = wrong("layer", "layer", 2, forward=0.0)
+    assert "; every op, module and layer is right by itself" in conclusion([alone, log_probs])
 
 
 def test_the_table_has_the_largest_errors_of_each_name() -> None:

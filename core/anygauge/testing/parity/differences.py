@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-__all__ = ["LIMITS", "Difference", "Limits", "first_divergence", "limits_of", "table"]
+__all__ = ["LIMITS", "Difference", "Limits", "conclusion", "first_divergence", "limits_of", "table"]
 
 Kind = Literal["op", "module", "layer", "parameter", "log-probs"]
 _ORDER: Sequence[Kind] = ("op", "module", "layer", "parameter", "log-probs")
@@ -71,7 +71,7 @@ class Difference:
     def __str__(self) -> str:
         kinds = {"forward": self.forward, "gradient": self.gradient}
         errors = [f"{kind} {error:.2g}" for kind, error in kinds.items() if error is not None]
-        text = f"{self.kind} {self.name}" if self.kind in ("op", "module") else self.name
+        text = f"{self.kind} {self.name}" if self.kind in ("op", "module") else self.name or self.kind
         text += f" ({self.place})" if self.place else ""
         text += f": {', '.join(errors)}, limit {self.limit:.2g}"
         return text + (f"; {' | '.join(self.sources)}" if self.sources else "")
@@ -91,6 +91,19 @@ def first_divergence(differences: Sequence[Difference]) -> Difference | None:
     if forward:
         return min(forward, key=lambda each: (_ORDER.index(each.kind), each.layer))
     return max(wrong, key=lambda each: each.layer, default=None)
+
+
+def conclusion(differences: Sequence[Difference]) -> str:
+    """Return the last line of a comparison: what is wrong first, if anything is."""
+    first = first_divergence(differences)
+    if first is None:
+        return "no difference is beyond its limit"
+    text = f"first divergence: {first}"
+    has_layers = any(each.kind == "layer" for each in differences)
+    if first.kind in ("parameter", "log-probs") and has_layers:
+        text += "; every op, module and layer is right by itself: differences add up over the layers"
+        text += ", or tokens go to other experts"
+    return text
 
 
 def table(differences: Sequence[Difference]) -> Iterator[str]:
