@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
+from transformers import Qwen3ForCausalLM
 
 from anygauge.config import Config
 from anygauge.plugins import load_plugins
+from anygauge.testing.model_numbers import batch_of
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
@@ -20,6 +25,7 @@ from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.megatron import LayerKind, megatron_model, with_megatron
 from anygauge_hooks.models import ModelSpec
 
+ROOT = Path(__file__).parents[3]
 ARCHITECTURE = "OtherForCausalLM"
 MakeEngine = Callable[..., Any]
 
@@ -117,6 +123,32 @@ def test_layers_of_a_familys_own_may_honour_what_ours_do_not(make_engine: MakeEn
     transformer = make_engine(with_megatron(family, model)).policy.options.transformer
     assert transformer.window_size == (4, 0)
     assert transformer.activation_func is F.gelu
+
+
+def test_the_layer_of_the_guide_computes_what_it_says(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """The guide's parallel layer, against transformers' modules put together in the same way."""
+    guide = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"`anygauge_parallel\.py`:\n\n```python\n(.*?)```", guide, re.DOTALL)
+    package: dict[str, Any] = {"__name__": "anygauge_parallel"}
+    exec(text, package)
+    (family,) = package["register_models"]()
+    engine = make_engine(replace(family, architectures=(ARCHITECTURE,)), dtype="float32")
+    reference = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    for layer in reference.model.layers:
+        layer.forward = partial(parallel, layer)
+    sequences = [[20, 3, 41, 7, 55, 12, 30], [9, 60, 2]]
+    expected = []
+    for tokens in sequences:
+        log_probs = reference(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        expected.append(log_probs.gather(1, torch.tensor(tokens)[1:, None])[:, 0])
+    actual = engine.log_probs(batch_of(sequences), temperature=1.0)
+    torch.testing.assert_close(actual, torch.cat(expected).detach(), rtol=0, atol=1e-5)
+
+
+def parallel(layer: Any, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **options)
+    result: torch.Tensor = hidden + attended + layer.mlp(layer.post_attention_layernorm(hidden))
+    return result
 
 
 def own_layer(provider: Any, config: Any) -> Any:
