@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from anygauge.config.schema import Config, DType
 from anygauge.config.schema.section import NAME_PATTERN
 from anygauge.config.tree import Tree, merge, plain, remove
-from anygauge.migrate.table import foreign_keys, rows
+from anygauge.migrate.table import PROJECTS, foreign_keys, rows
 from anygauge_hooks.types import ConfigProblem
 
 __all__ = [
@@ -241,7 +241,10 @@ def _foreign_hint(name: str) -> str:
     for project, row in foreign_keys(name):
         pages.setdefault(" and ".join(row.keys), []).append(f"docs/migrate/{project}.md")
     meanings = (f"{keys} ({' and '.join(names)})" for keys, names in pages.items())
-    return f"unknown key; write {' or '.join(meanings)}" if pages else ""
+    if pages:
+        return f"unknown key; write {' or '.join(meanings)}"
+    notes = [row.note for project in PROJECTS for row in [rows(project).get(name)] if row and row.note]
+    return f"unknown key; {notes[0]}" if notes else ""
 
 
 def _value_hint(detail: ErrorDetails) -> str:

@@ -65,6 +65,11 @@ BAD = [
     ("qwen3_5_moe", {"layer_types": ["full_attention"] * 2}, "describes 2 layers"),
     ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "anygauge convert --to-bfloat16"),
     ("deepseek_v3", {"quantization_config": []}, "anygauge convert --to-bfloat16"),
+    (
+        "qwen3",
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "(QLoRA) are not supported, because",
+    ),
 ]
 
 

@@ -7,6 +7,7 @@ One process; two are in ``tests/integration/test_lora_run.py``, a divided model 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,12 +286,30 @@ def test_peft_and_transformers_load_an_export(make_engine: MakeEngine, tmp_path:
     assert trained(again).keys() == trained(engine).keys()
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_targets_that_name_experts_say_once_that_these_stay_frozen(
+    make_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, engine: str
+) -> None:
+    path = write_model(tmp_path / "model", "DeepseekV3", **LATENT)
+    make_engine(path, {"rank": 2, "targets": ["o_proj", "down_proj"]}, engine=engine)
+    make_engine(path, {"rank": 2, "targets": ["o_proj"]}, engine=engine)
+    (told,) = [record.getMessage() for record in caplog.records if "stay frozen" in record.getMessage()]
+    assert told.startswith("LoRA: 4 weights of experts have no adapter and stay frozen, such as ")
+    assert told.endswith(" model.layers.1.mlp.experts.0.down_proj")
+
+
 def test_merged_weights_of_a_mixture_of_experts_are_the_trained_model(
-    make_engine: MakeEngine, tmp_path: Path
+    make_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Shared experts and dense layers have adapters, whose names peft takes for those of experts."""
     path = write_model(tmp_path / "model", "DeepseekV3", **LATENT)
+    caplog.set_level(logging.INFO)
     engine = make_engine(path, LORA, engine="megatron")
+    (told,) = [record for record in caplog.records if "stay frozen" in record.getMessage()]
+    assert told.levelno == logging.INFO
+    assert told.getMessage().startswith(
+        "LoRA: 12 weights of experts have no adapter and stay frozen, such as "
+    )
     assert {name.rpartition(".")[2] for name in engine.policy.adapters.layers} == {
         *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),

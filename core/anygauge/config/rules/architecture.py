@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["architecture_hints", "engine_support", "support_text"]
 
+_PACKED = ("bitsandbytes", "gptq", "awq", "torchao", "quanto", "hqq")
+"""Values of ``quant_method`` whose weights are packed, several in a byte."""
 _COUNTS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -79,9 +81,15 @@ def support_text(hf: Mapping[str, Any], families: Mapping[str, str]) -> str:
 def _quantization(hf: Mapping[str, Any]) -> Iterator[str]:
     if (quantization := hf.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        fix = (
+            "name the model that was quantized; adapters on 4-bit weights (QLoRA) are not supported, because "
+            "shards, checkpoints and weight updates are of whole tensors (docs/lora.md)"
+            if method in _PACKED
+            else "write FP8 weights in bfloat16 first, with anygauge convert --to-bfloat16 DIR OUT"
+        )
         yield (
             f"its config.json has a quantization_config ({method}), and quantised weights cannot be trained: "
-            "write FP8 weights in bfloat16 first, with anygauge convert --to-bfloat16 DIR OUT"
+            f"{fix}"
         )
 
 

@@ -29,6 +29,7 @@ from anygauge.engines.fsdp.lora import Adapters, add_adapters
 from anygauge.engines.fsdp.master_weights import MasterWeights, replace_parameters
 from anygauge.engines.fsdp.towers import Towers, take_out
 from anygauge.engines.fsdp.weights import StoredNames, load_weights, local_shards, warn_of_unused
+from anygauge.engines.lora.layers import log_frozen_experts
 from anygauge.engines.media import freeze
 from anygauge.kernels.linear_logprob import linear_topk
 from anygauge.kernels.reference import logits_logprob
@@ -271,6 +272,7 @@ def build_model(
     lora = config.train.lora
     if lora.is_on and trains:
         root.adapters = add_adapters(root, lora, dtype)
+        log_frozen_experts(lora, config.model.path)
     unused = [*left_out, *spec.unused_weights(hf)]
     root.unused = [f"^{re.escape(prefix)}" for prefix in unused]
     if config.train.recompute == "full" and trains:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
-from anygauge.config.lora import LoraSettings, read_adapter_config
+import torch.distributed as dist
+
+from anygauge.config.lora import LoraSettings, lora_settings, read_adapter_config
 from anygauge.config.schema import Lora
 from anygauge.engines.agreement import shown
+from anygauge.engines.hf_directory import open_tensors
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["chosen_layers", "distinct_names", "full_modules", "is_inside"]
+__all__ = ["chosen_layers", "distinct_names", "full_modules", "is_inside", "log_frozen_experts"]
+
+_log = logging.getLogger(__name__)
 
 Weights = Mapping[str, Collection[Hashable]]
 """Identities of the weights that are a module's own, by its name: modules that share one have the same."""
@@ -31,6 +38,25 @@ def chosen_layers(
     if lora.path is not None and lora.targets is not None:
         _check_same(chosen, _chosen(names, read_adapter_config(lora.path).targets, output, saved))
     return chosen
+
+
+def log_frozen_experts(lora: Lora, directory: Path) -> None:
+    """Log, on rank 0, which experts the targets name: they stay frozen, because they are no linear layers.
+
+    :param directory: Hugging Face directory of the model.
+    """
+    if dist.get_rank():
+        return
+    with open_tensors(directory) as tensors:
+        experts = sorted(name.removesuffix(".weight") for name in tensors.names if ".experts." in name)
+    targets = lora_settings(lora).targets
+    wanted = [targets] if isinstance(targets, str) or targets is None else targets
+    matchers = [_matcher(each, is_pattern=not isinstance(targets, list | tuple)) for each in wanted]
+    named = [name for name in experts if any(is_named(name) for is_named in matchers)]
+    if named:
+        level = logging.INFO if targets is None else logging.WARNING
+        text = "LoRA: %d weights of experts have no adapter and stay frozen, such as %s"
+        _log.log(level, text, len(named), named[0])
 
 
 def _chosen(

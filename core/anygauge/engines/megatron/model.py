@@ -25,6 +25,7 @@ from anygauge.distributed.all_gather import all_gather_values
 from anygauge.distributed.layout import Layout
 from anygauge.engines.agreement import on_every_rank
 from anygauge.engines.hf_directory import open_tensors, read_config
+from anygauge.engines.lora.layers import log_frozen_experts
 from anygauge.engines.media import freeze
 from anygauge.engines.megatron.checkpoints.shards import LocalTensor, held_tensors
 from anygauge.engines.megatron.config_fields import unknown_values
@@ -309,6 +310,7 @@ def build_policy(
     for chunk in policy.chunks:
         chunk.to(device.torch_device)
     if load and config.train.lora.is_on:
+        log_frozen_experts(config.train.lora, directory)
         path = config.train.lora.path
         policy.adapters.start(policy.held(), policy.position, seed=config.run.seed, path=path)
     return policy
