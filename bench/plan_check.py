@@ -32,6 +32,8 @@ from anygauge.planning.shape import read_shape
 
 MEMORY_BOUND, TIME_BOUND = 0.10, 0.20
 LONG = (4096, 4096)
+PLAIN = 512
+"""Equal lengths that are multiples of this run as a plain batch in attention."""
 MASTER_BYTES = {"cuda": 2}
 HEAD = f"{'case':18}{'GiB':>8}{'planned':>9}{'ratio':>7}{'ms':>9}{'planned':>9}{'ratio':>7}  beyond"
 
@@ -120,6 +122,7 @@ def planned(case: Case, gpu: str, backend: str) -> tuple[float, float]:
         device_bytes=DEVICE_MEMORY[gpu],
         gpu=gpu,
         rates=RATES[gpu],
+        is_plain_batch=case.lengths[0] % PLAIN == 0,
     )
     plan = make_plan(config_of(case), read_shape(train_step.SHAPES[case.shape]), given)
     return plan.train.peak / GIB, plan.seconds["train"] * 1e3

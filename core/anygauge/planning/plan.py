@@ -48,6 +48,8 @@ class Assumptions:
     reads_old_log_probs: bool = False
     """Whether something reads the policy's log-probs before its first optimizer step."""
     has_critic: bool = False
+    is_plain_batch: bool = False
+    """Whether all samples have one length that attention takes as a plain batch, as in a benchmark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,17 +113,10 @@ def make_plan(config: Config, shape: ModelShape, given: Assumptions) -> Plan:
         spare = spare_when_both_awake(config, train, server, memory)
     sleeps = layout.is_colocated and server is not None and _sleeps(config, spare)
     parts: Mapping[str, float] = {}
+    passes = _passes(config, given)
     if given.rates is not None:
-        parts = step_seconds(
-            config,
-            shape,
-            layout,
-            batches,
-            (train, server),
-            given.rates,
-            _passes(config, given),
-            sleeps=sleeps,
-        )
+        memory_of = (train, server)
+        parts = step_seconds(config, shape, layout, batches, memory_of, given.rates, passes, sleeps=sleeps)
     return Plan(
         shape=shape,
         layout=layout,
@@ -157,7 +152,11 @@ def _passes(config: Config, given: Assumptions) -> Passes:
         policy = 0.0
     elif given.reads_old_log_probs:
         policy = 1.0
-    return Passes(policy=policy, reference=1.0 if compares(config) else 0.0)
+    return Passes(
+        policy=policy,
+        reference=1.0 if compares(config) else 0.0,
+        are_plain_batches=given.is_plain_batch,
+    )
 
 
 def _host_bytes(config: Config, layout: Layout, train: TrainMemory, *, sleeps: bool) -> float:

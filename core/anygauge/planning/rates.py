@@ -32,7 +32,9 @@ class Rates:
     passes: float
     """Bytes that other kernels of a training step move per byte of activations."""
     layer_s: float
-    """Seconds of the host per layer and micro-batch, forward and backward."""
+    """Seconds of the host per layer and micro-batch, forward and backward, of samples of equal length."""
+    packed_layer_s: float
+    """The same of samples of many lengths, which attention cannot take as a plain batch."""
     step_s: float
     """Seconds of an optimizer step in which no kernel runs."""
     fsdp: float
@@ -68,7 +70,8 @@ H200 = Rates(
     attention=430 * TERA,
     copy=4.0 * TERA,
     passes=3.5,
-    layer_s=3.6e-3,
+    layer_s=3.0e-3,
+    packed_layer_s=3.9e-3,
     step_s=8e-3,
     fsdp=1.05,
     fsdp_lora=1.17,

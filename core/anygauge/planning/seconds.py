@@ -16,7 +16,7 @@ from anygauge.planning.shape import ModelShape
 if TYPE_CHECKING:
     from anygauge.config import Config
 
-__all__ = ["Passes", "mini_batch_seconds", "step_seconds"]
+__all__ = ["Passes", "step_seconds", "total_seconds"]
 
 FORWARD, BOTH = 1.0, 3.0
 """Products of a forward pass, and of forward and backward: gradients of inputs and of weights."""
@@ -37,6 +37,8 @@ class Passes:
 
     policy: float
     reference: float = 0.0
+    are_plain_batches: bool = False
+    """See :attr:`anygauge.planning.plan.Assumptions.is_plain_batch`."""
 
     @property
     def total(self) -> float:
@@ -60,14 +62,12 @@ def step_seconds(
     :param sleeps: Whether trainers and servers sleep in turns.
     """
     train, server = memory
-    tokens = [batches.sample_tokens] * batches.mini_batch_samples
+    layer_s = rates.layer_s if passes.are_plain_batches else rates.packed_layer_s
+    common = (config, shape, layout, batches, rates, layer_s)
     parts = {
         "generate": _generation(config, shape, layout, batches, server, rates),
-        "log_probs": passes.total
-        * batches.mini_batches
-        * mini_batch_seconds(config, shape, layout, batches, train, rates, tokens, trains=False),
-        "train": batches.mini_batches
-        * mini_batch_seconds(config, shape, layout, batches, train, rates, tokens, trains=True),
+        "log_probs": passes.total * batches.mini_batches * _mini_batch(*common, trains=False),
+        "train": batches.mini_batches * _mini_batch(*common, trains=True),
         "sync": 0.0 if server is None else 2.0 * shape.parameters / rates.sync,
         "sleep": 2 * train.asleep / rates.offload if sleeps else 0.0,
     }
@@ -87,22 +87,22 @@ def total_seconds(config: Config, parts: Mapping[str, float]) -> float:
 # -------------------------------------------------------------------------
 
 
-def mini_batch_seconds(
+def _mini_batch(
     config: Config,
     shape: ModelShape,
     layout: Layout,
     batches: Batches,
-    train: TrainMemory,
     rates: Rates,
-    lengths: list[int],
+    layer_s: float,
     *,
     trains: bool,
 ) -> float:
     """Return the seconds of an optimizer step, or of a log-prob pass over its samples.
 
-    :param lengths: Tokens of each sample of a rank.
+    :param layer_s: Seconds of the host per layer and micro-batch.
     :param trains: Whether there is a backward pass and an update.
     """
+    lengths = [batches.sample_tokens] * batches.mini_batch_samples
     split = layout.tensor * layout.context * layout.pipeline
     device = _products(config, shape, rates, sum(lengths), trains=trains)
     device += _output(config, shape, rates, sum(lengths), trains=trains)
@@ -111,7 +111,7 @@ def mini_batch_seconds(
     device /= split * _efficiency(layout, rates)
     device *= _engine_factor(config, rates)
     layers = shape.layers / layout.pipeline * batches.micro_batches
-    host = rates.layer_s * layers * (1.0 if trains else 1 / 3)
+    host = layer_s * layers * (1.0 if trains else 1 / 3)
     bubble = (batches.micro_batches + layout.pipeline - 1) / batches.micro_batches
     return max(device, host) * bubble + (_update(layout, config, rates) if trains else 0.0)
 

@@ -397,7 +397,7 @@ def test_a_large_mixture_of_experts_gets_a_config_that_fits(capsys: pytest.Captu
     [
         ("H200", 1, (1, "none", 8192, "transformers")),
         ("H200", 8, (1, "none", 16_384, "transformers")),
-        ("A100", 8, (1, "none", 4096, "transformers")),
+        ("A100", 8, (1, "elementwise", 8192, "transformers")),
         ("L40S", 8, (4, "elementwise", 16_384, "transformers")),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ FSDP: dict[str, Any] = {"engine": "fsdp"}
 LORA: dict[str, Any] = {"lora": {"rank": 16}}
 
 
-def planned(shape: str, keys: dict[str, Any]) -> Plan:
+def planned(shape: str, keys: dict[str, Any], given: Assumptions = H200) -> Plan:
     """Return the plan of a run on one H200.
 
     :param keys: Sections of its config.
@@ -36,7 +37,7 @@ def planned(shape: str, keys: dict[str, Any]) -> Plan:
         "reward": {"function": "none"},
         "data": {"train": []},
     }
-    return make_plan(Config.model_validate({**base, **keys}), read_shape(SHAPES[shape]), H200)
+    return make_plan(Config.model_validate({**base, **keys}), read_shape(SHAPES[shape]), given)
 
 
 def train_step(shape: str, length: int, count: int, **train: Any) -> Plan:
@@ -44,7 +45,8 @@ def train_step(shape: str, length: int, count: int, **train: Any) -> Plan:
     rollout = {"prompts_per_step": count, "samples_per_prompt": 1, "max_new_tokens": length - 1}
     own = {"dtype": "bfloat16", "micro_batch_tokens": length * count, **train}
     data = {"train": [], "max_prompt_tokens": 1}
-    return planned(shape, {"data": data, "rollout": rollout, "train": own})
+    given = replace(H200, is_plain_batch=length % 512 == 0)
+    return planned(shape, {"data": data, "rollout": rollout, "train": own}, given)
 
 
 def colocated(shape: str, *, samples: int, prompt: int, response: int, **more: Any) -> Plan:
@@ -71,6 +73,9 @@ def colocated(shape: str, *, samples: int, prompt: int, response: int, **more: A
 @pytest.mark.parametrize(
     ("shape", "count", "train", "gib"),
     [
+        ("135m", 2, {}, 7.2),
+        ("0.6b", 2, {}, 21.5),
+        ("1.7b", 2, {}, 43.9),
         ("4b", 2, {}, 93.2),
         ("4b", 2, LEAN | {"recompute": "elementwise"}, 82.8),
         ("4b", 4, LEAN, 122.3),
@@ -109,23 +114,26 @@ def test_trainers_and_servers_sleep_in_turns_where_they_did() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "count", "train", "ms"),
+    ("shape", "length", "count", "train", "ms"),
     [
-        ("4b", 2, {}, 441),
-        ("4b", 4, LEAN, 848),
-        ("4b", 2, FSDP, 464),
-        ("4b", 2, LORA, 356),
-        ("4b", 2, FSDP | LORA, 413),
-        ("4b", 2, FSDP | LORA | {"recompute": "full"}, 560),
-        ("1.7b", 2, {}, 199),
-        ("0.6b", 2, {}, 110),
-        ("30b-a3b", 2, {}, 158),
+        ("135m", 4096, 2, {}, 98.1),
+        ("135m", 96, 170, {}, 150),
+        ("0.6b", 4096, 2, {}, 108.4),
+        ("1.7b", 4096, 2, {}, 185.3),
+        ("1.7b", 1072, 15, {}, 337),
+        ("4b", 4096, 2, {}, 437.9),
+        ("4b", 4096, 4, LEAN, 848),
+        ("4b", 4096, 2, FSDP, 464),
+        ("4b", 4096, 2, LORA, 352),
+        ("4b", 4096, 2, FSDP | LORA, 413),
+        ("4b", 4096, 2, FSDP | LORA | {"recompute": "full"}, 560),
+        ("30b-a3b", 4096, 2, {}, 158),
     ],
 )
 def test_the_time_of_a_train_step_is_as_measured(
-    shape: str, count: int, train: dict[str, Any], ms: float
+    shape: str, length: int, count: int, train: dict[str, Any], ms: float
 ) -> None:
-    step = train_step(shape, 4096, count, **train)
+    step = train_step(shape, length, count, **train)
     assert step.seconds["train"] * 1e3 == pytest.approx(ms, rel=0.2)
 
 
