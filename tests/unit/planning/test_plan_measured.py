@@ -85,7 +85,6 @@ def colocated(shape: str, *, samples: int, prompt: int, response: int, **more: A
         ("4b", 2, LEAN | FSDP | LORA | {"recompute": "full"}, 10.6),
         ("1.7b", 2, LEAN, 41.7),
         ("0.6b", 2, LEAN, 19.2),
-        ("30b-a3b", 2, LEAN, 73.2),
     ],
 )
 def test_the_memory_of_a_train_step_is_as_measured(
@@ -93,6 +92,30 @@ def test_the_memory_of_a_train_step_is_as_measured(
 ) -> None:
     memory = train_step(shape, 4096, count, **train).train
     assert (memory.peak - memory.others) / GIB == pytest.approx(gib, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "parallel", "gib"),
+    [
+        ("1.7b", 1, {}, 28.9),
+        ("1.7b", 2, {}, 19.3),
+        ("1.7b", 2, {"tensor": 2}, 14.6),
+        ("1.7b", 2, {"context": 2}, 19.3),
+        ("30b-a3b", 1, {}, 73.2),
+        ("30b-a3b", 2, {"expert": 2}, 38.8),
+    ],
+)
+def test_the_memory_between_steps_is_as_measured_on_two_gpus(
+    shape: str, devices: int, parallel: dict[str, int], gib: float
+) -> None:
+    """``bench/parallel_step.py`` tells the peak of the optimizer, which then had whole master weights."""
+    keys = {
+        "run": {"name": "t", "task": "sft"},
+        "train": {"dtype": "bfloat16", "parallel": parallel},
+        "placement": {"train_workers": devices},
+    }
+    plan = planned(shape, keys, replace(H200, master_bytes=4))
+    assert plan.train.state / GIB == pytest.approx(gib, rel=0.02)
 
 
 def test_the_memory_of_colocated_runs_is_as_measured() -> None:
@@ -135,6 +158,30 @@ def test_the_time_of_a_train_step_is_as_measured(
 ) -> None:
     step = train_step(shape, length, count, **train)
     assert step.seconds["train"] * 1e3 == pytest.approx(ms, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel", "ms"),
+    [
+        ("1.7b", {}, 217),
+        ("1.7b", {"tensor": 2}, 241),
+        ("1.7b", {"context": 2}, 253),
+        ("30b-a3b", {"expert": 2}, 159),
+    ],
+)
+def test_the_time_of_a_train_step_on_two_gpus_is_as_measured(
+    shape: str, parallel: dict[str, int], ms: float
+) -> None:
+    """8,192 tokens for each GPU, with the loss of that time, which computed its logits twice."""
+    keys = {
+        "run": {"name": "t", "task": "sft"},
+        "data": {"train": [], "max_prompt_tokens": 4096},
+        "rollout": {"prompts_per_step": 4},
+        "train": {"dtype": "bfloat16", "micro_batch_tokens": 16_384, "parallel": parallel, **LEAN},
+        "placement": {"train_workers": 2},
+    }
+    plan = planned(shape, keys, replace(H200, is_plain_batch=True))
+    assert plan.seconds["train"] * 1e3 == pytest.approx(ms, rel=0.2)
 
 
 def test_the_parts_of_a_colocated_step_are_as_measured() -> None:
