@@ -80,7 +80,7 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with a run."""
+    """Fault of a run, and the rule that must see it."""
 
     rule: str | None
     """The rule that must fire; ``None`` for a run without a fault."""

@@ -107,6 +107,11 @@ def test_a_run_of_the_command_line_is_opened_and_asked(tmp_path: Path) -> None:
     assert run.report().startswith(str(tmp_path / "run"))
     assert "srcdoc" in run.report()._repr_html_()
     assert "run: finished, 1 steps" in run._repr_html_()
+    assert run.health is not None
+    assert (run.health.step, run.health.status, run.health.firing) == (1, "ok", ())
+    (run.directory / "health.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"health\.json cannot be read"):
+        _ = run.health
 
     greedy = run.generate(["1+2=", "2+2="], temperature=0)
     assert [len(text) <= 4 for text in greedy] == [True, True]  # as many tokens as the run's responses have

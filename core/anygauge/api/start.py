@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anygauge.health.record import read_health
+
 if TYPE_CHECKING:
     from anygauge.config import Config, LoadedConfig
     from anygauge.plugins import Plugins
@@ -122,7 +124,18 @@ def train_loaded(
 
         info = train_started(config, plugins, started, when_built=when_built, should_stop=should_stop)
     say(f"done: {info.step} of {info.total_steps} steps; everything is in {info.directory}")
+    if firing := _firing_rules(Path(info.directory)):
+        say(f"health: {', '.join(firing)} fired at the end: see `anygauge report {info.directory}`")
     return info
+
+
+def _firing_rules(directory: Path) -> list[str]:
+    """Return the health rules that fire at the end of a run; none where the file cannot be read."""
+    try:
+        health = read_health(directory)
+    except (OSError, ValueError):
+        return []
+    return [] if health is None else [rule.rule for rule in health.firing]
 
 
 def _check(loaded: Loaded) -> None:

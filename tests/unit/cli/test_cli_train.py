@@ -14,6 +14,9 @@ import pytest
 from anygauge.cli import main
 from anygauge.config import LoadedConfig
 from anygauge.distributed.garbage import freeze_living_objects
+from anygauge.health.record import health_of, write_health
+from anygauge.health.rules import RULES, Limit
+from anygauge.health.watch import watch_rules
 from anygauge.plugins import Plugins
 from anygauge_hooks.types import ConfigProblem
 
@@ -180,7 +183,10 @@ def test_a_run_gets_the_loaded_config_and_modules_of_the_current_directory(
     ) -> SimpleNamespace:
         assert (started, when_built) == ("started", freeze_living_objects)
         seen.append(loaded)
-        return SimpleNamespace(step=3, total_steps=3, directory="/runs/t")
+        watch = watch_rules({rule.name: Limit(0.0, "key") for rule in RULES})
+        watch.step(3, {"rollout/lag/max": 1.0})
+        write_health(tmp_path, health_of(watch, 3, []))
+        return SimpleNamespace(step=3, total_steps=3, directory=str(tmp_path))
 
     for name, function in {"start": start_run, "run": train_started}.items():
         stub = ModuleType(f"anygauge.trainer.{name}")
@@ -198,4 +204,6 @@ def test_a_run_gets_the_loaded_config_and_modules_of_the_current_directory(
     assert seen[0].config.run.name == "t"
     assert "run.name" in seen[0].user_keys
     assert str(tmp_path) in sys.path
-    assert "done: 3 of 3 steps; everything is in /runs/t" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"done: 3 of 3 steps; everything is in {tmp_path}\n" in printed
+    assert f"health: stale_weights fired at the end: see `anygauge report {tmp_path}`" in printed
