@@ -36,6 +36,10 @@ class DenseDecoder:
     has_bias: Callable[[Mapping[str, Any]], bool] = lambda hf: False
     """Whether queries, keys and values have biases."""
     has_qk_norm: bool = False
+    has_wide_qk_norm: bool = False
+    """Whether queries and keys are normalised over all heads."""
+    has_pre_norms: bool = True
+    """Whether there are norms before attention and MLP."""
     rotary_layers: Callable[[Mapping[str, Any]], Sequence[bool]] = lambda hf: [True] * hf["num_hidden_layers"]
     """For each layer, whether its queries and keys turn with the position."""
     windows: Callable[[Mapping[str, Any]], Sequence[int | None]] = lambda hf: [None] * hf["num_hidden_layers"]
@@ -74,6 +78,8 @@ class DenseDecoder:
             LayerKind(
                 rotary="local" if turns and window and self.layer_type else turns,
                 window=window,
+                wide_qk_norm=self.has_wide_qk_norm,
+                pre_norms=self.has_pre_norms,
                 post_norms=self.post_norms is not None,
             )
             for turns, window in zip(self.rotary_layers(hf), self.windows(hf), strict=True)
@@ -87,11 +93,16 @@ class DenseDecoder:
         """Return one rule for each canonical tensor."""
         attention = self_attention(
             **self.attention(hf),
-            qk_norm=self.has_qk_norm,
+            qk_norm=self.has_qk_norm or self.has_wide_qk_norm,
+            pre_norm=self.has_pre_norms,
             bias=self.has_bias(hf),
             fused=self.has_fused_qkv,
         )
-        mlp = dense_mlp(hf["intermediate_size"], fused=self.has_fused_mlp, norm=self.mlp_norm)
+        mlp = dense_mlp(
+            hf["intermediate_size"],
+            fused=self.has_fused_mlp,
+            norm=self.mlp_norm if self.has_pre_norms else None,
+        )
         added = post_norms(*self.post_norms) if self.post_norms else ()
         return decoder_rules(hf, [*attention, *mlp, *added])
 

@@ -24,6 +24,7 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.gpt_oss import GPT_OSS
     from anygauge_models.llama import LLAMA
     from anygauge_models.mistral import MISTRAL
+    from anygauge_models.olmo import OLMO2, OLMO3
     from anygauge_models.phi3 import PHI3
     from anygauge_models.qwen2 import QWEN2
     from anygauge_models.qwen2_5_vl.spec import QWEN2_5_VL
@@ -39,4 +40,4 @@ def register_models() -> list[ModelSpec]:
 
     glm = [GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
     qwen = [QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
-    return [DEEPSEEK_V3, GEMMA3, *glm, GPT_OSS, LLAMA, MISTRAL, PHI3, *qwen, SEED_OSS, SMOLLM3]
+    return [DEEPSEEK_V3, GEMMA3, *glm, GPT_OSS, LLAMA, MISTRAL, OLMO2, OLMO3, PHI3, *qwen, SEED_OSS, SMOLLM3]

@@ -79,6 +79,7 @@ def self_attention(
     bias: bool = False,
     gated: bool = False,
     fused: bool = False,
+    pre_norm: bool = True,
     layers: Layers = None,
 ) -> list[WeightRule]:
     """Return the rules of attention with grouped queries and of the norm before it.
@@ -90,12 +91,13 @@ def self_attention(
     :param bias: Whether queries, keys and values have biases.
     :param gated: Whether each query head is followed by its gate.
     :param fused: Whether checkpoints hold queries above keys above values in one tensor.
+    :param pre_norm: Whether there is a norm before it.
     """
     sizes = (heads * size * (2 if gated else 1), groups * size, groups * size)
     sections = (sizes,) if fused else tuple((each,) for each in sizes)
     qkv: dict[str, Any] = {"transform": "interleave", "sections": sections, "groups": groups, "split_dim": 0}
     qkv["layers"] = layers
-    rules = [norm_before_attention(layers=layers)]
+    rules = [norm_before_attention(layers=layers)] if pre_norm else []
     for part in ("weight", "bias") if bias else ("weight",):
         names = (f"self_attn.{x}_proj.{part}" for x in (("qkv",) if fused else "qkv"))
         rules.append(layer_rule(f"self_attention.linear_qkv.{part}", *names, **qkv))
@@ -119,16 +121,17 @@ def post_norms(attention: str, mlp: str) -> list[WeightRule]:
 
 
 def dense_mlp(
-    width: int, *, fused: bool = False, norm: str = "post_attention_layernorm", layers: Layers = None
+    width: int, *, fused: bool = False, norm: str | None = "post_attention_layernorm", layers: Layers = None
 ) -> list[WeightRule]:
     """Return the rules of a gated MLP and of the norm before it.
 
     :param width: Rows of gate and of up.
     :param fused: Whether checkpoints hold gate above up in one tensor.
-    :param norm: Name of the norm in a checkpoint.
+    :param norm: Name of the norm in a checkpoint; ``None`` for no norm.
     """
-    before = layer_rule("mlp.linear_fc1.layer_norm_weight", f"{norm}.weight", layers=layers)
-    return [before, *_gated("mlp", "mlp", width, fused=fused, layers=layers)]
+    canonical = "mlp.linear_fc1.layer_norm_weight"
+    before = [] if norm is None else [layer_rule(canonical, f"{norm}.weight", layers=layers)]
+    return [*before, *_gated("mlp", "mlp", width, fused=fused, layers=layers)]
 
 
 def expert_mlp(

@@ -79,6 +79,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "groups": ("qwen2", {"num_attention_heads": 8, "num_key_value_heads": 4}),  # several on each rank, biases
     "some-rotary": ("smollm3", {"no_rope_layers": [1, 1, 0, 1], "initializer_range": 0.1}),
     "post-norms": ("glm4", {}),  # and biases, and angles of neighbours
+    "wide-norms": ("olmo3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
     "sinks": ("gpt_oss", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
     "window": ("gemma3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
 }
@@ -99,6 +100,7 @@ ATTENTION_MODES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "post-norms-tp4": ("post-norms", 4, {"tensor": 4}, {}),
     "some-rotary-tp2-pp2": ("some-rotary", 4, {"tensor": 2, "pipeline": 2}, {"recompute": "full"}),
     "groups-tp2": ("groups", 2, {"tensor": 2}, {}),
+    "wide-norms-cp2-pp2": ("wide-norms", 4, {"context": 2, "pipeline": 2}, {"recompute": "elementwise"}),
     "sinks-dp2-overlap": ("sinks", 2, {}, OVERLAP),
     "sinks-tp2-ep2": ("sinks", 2, {"tensor": 2, "expert": 2}, {}),
     "sinks-ep2-cp2-pp2": ("sinks", 4, {"context": 2, "expert": 2, "pipeline": 2}, {"recompute": "selective"}),

@@ -340,6 +340,7 @@ HEADS = {
     "glm4_moe_lite": 3 * 4 * (32 + 32),
     "gemma3": (0.1 + 1) * 4 * (32 + 32),
     "gpt_oss": (0.1 + 1) * 4 * (32 + 32),
+    "olmo3": (0.1 + 1) * 4 * (16 + 16),
     "qwen3_5": 1 * 4 * (32 + 32),
     "qwen3_5_moe": 1 * 4 * (32 + 32),
 }
@@ -362,6 +363,7 @@ REFUSED = [
     ("gpt_oss", "attention_bias", False),
     ("gpt_oss", "swiglu_alpha", 1.5),
     ("gpt_oss", "num_experts_per_tok", 1),
+    ("olmo3", "attention_bias", True),
     ("gemma3", "hidden_activation", "gelu"),
     ("gemma3", "attn_logit_softcapping", 50.0),
     ("gemma3", "use_bidirectional_attention", True),
@@ -479,6 +481,10 @@ def rotary_of(spec: ModelSpec, hf: Mapping[str, Any], positions: torch.Tensor) -
 
 
 OLD = {
+    "olmo3": {
+        "rope_theta": 5e5,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+    },
     "gemma3": {
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,

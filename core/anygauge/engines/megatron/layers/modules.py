@@ -22,12 +22,14 @@ from anygauge.engines.megatron.layers.recompute import can_be_made
 from anygauge.engines.megatron.layers.routing import Routes
 from anygauge.engines.megatron.media.merge import Deposits
 from anygauge.kernels.table import KernelTable
+from anygauge_hooks.errors import ConfigError
 
 __all__ = [
     "CoreAttention",
     "LayerNorm",
     "PackedSequences",
     "RmsNorm",
+    "WideNorm",
     "await_weights",
     "is_megatrons",
     "is_plain",
@@ -128,9 +130,31 @@ class RmsNorm(nn.Module):
         return self.kernel(x, self.weight, self.eps)
 
 
+class WideNorm(RmsNorm):
+    """Root mean square norm of all queries, or keys, of a token as one.
+
+    :raises ConfigError: Ranks divide the heads.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, heads: int, **options: Any
+    ) -> None:
+        if config.tensor_model_parallel_size > 1:
+            raise ConfigError(
+                f"train.parallel.tensor = {config.tensor_model_parallel_size} divides the heads of a model "
+                "whose queries and keys are normalised over all heads.",
+                hint="Leave it at 1; pipeline, context and data parallelism divide such a model.",
+            )
+        super().__init__(config, hidden_size * heads, eps, **options)
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        """Return ``[..., N, D]`` of the same."""
+        return super()._normalise(x.flatten(-2)).view(x.shape)
+
+
 def is_plain(norm: Any) -> bool:
     """Return whether a module of any provider is a norm that the kernels know as it is."""
-    return isinstance(norm, RmsNorm) and not norm.is_zero_centered
+    return type(norm) is RmsNorm and not norm.is_zero_centered
 
 
 def is_megatrons(module: type, name: str) -> bool:

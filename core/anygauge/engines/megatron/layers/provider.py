@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from anygauge.engines.megatron.layers.activation import GatedActivation
 from anygauge.engines.megatron.layers.gated_delta import DeltaRule, GatedNorm
 from anygauge.engines.megatron.layers.linear import ColumnLinear, RowLinear
-from anygauge.engines.megatron.layers.modules import CoreAttention, LayerNorm, RmsNorm
+from anygauge.engines.megatron.layers.modules import CoreAttention, LayerNorm, RmsNorm, WideNorm
 from anygauge.engines.megatron.layers.moe import Dispatcher, GroupedExperts, Router
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import PluginError
@@ -41,6 +41,10 @@ class SpecProvider:
     def norm(self) -> ModuleSpec:
         """Return the norm of hidden states, queries and keys."""
         return ModuleSpec(module=RmsNorm, params={"kernels": self.kernels, "remade": self.remakes})
+
+    def wide_norm(self, heads: int) -> ModuleSpec:
+        """Return the norm of all queries, or keys, of a token as one."""
+        return ModuleSpec(module=WideNorm, params={"kernels": self.kernels, "heads": heads})
 
     def layer_norm(self) -> ModuleSpec:
         """Return the norm with a mean and a bias: for vision towers, none of the text models has one."""

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -32,7 +33,7 @@ __all__ = ["decoder_spec", "first_stage_depth", "layer_spec", "stage_layers"]
 # -------------------------------------------------------------------------
 
 AttentionSpec = Callable[..., ModuleSpec]
-"""Returns the module spec of a layer's attention, from provider, config and its window."""
+"""Returns the module spec of a layer's attention, from provider, config and fields of its kind."""
 
 
 def self_attention(
@@ -40,18 +41,24 @@ def self_attention(
     config: TransformerConfig,
     module: type = SelfAttention,
     window: int | None = None,
+    wide_qk_norm: bool = False,
 ) -> ModuleSpec:
     """Return attention with grouped queries; queries and keys are normalised where the config says so.
 
     :param window: How many of the last tokens a token sees; ``None`` for all.
+    :param wide_qk_norm: Whether they are normalised over all heads.
     """
     core = provider.core_attention()
+    norms = (provider.norm() if config.qk_layernorm else None,) * 2
+    if wide_qk_norm:
+        heads = config.num_attention_heads, config.num_query_groups
+        norms = provider.wide_norm(heads[0]), provider.wide_norm(heads[1])
     submodules = SelfAttentionSubmodules(
         linear_qkv=provider.column_parallel_linear(),
         core_attention=core if window is None else partial(core, window=window),
         linear_proj=provider.row_parallel_linear(),
-        q_layernorm=provider.norm() if config.qk_layernorm else None,
-        k_layernorm=provider.norm() if config.qk_layernorm else None,
+        q_layernorm=norms[0],
+        k_layernorm=norms[1],
     )
     return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
@@ -123,13 +130,14 @@ def layer_spec(provider: SpecProvider, kind: LayerKind, config: TransformerConfi
         return kind.build(provider, config)
     attention, attention_norm = _ATTENTION[kind.attention]
     mlp, mlp_norm = _MLP[kind.mlp]
+    options = {"window": kind.window, "wide_qk_norm": kind.wide_qk_norm}
+    given = {name: value for name, value in options.items() if value}
+    before = provider.norm() if kind.pre_norms else IdentityOp
     layer = DecoderLayerSubmodules(
-        input_layernorm=provider.norm(),
-        self_attention=attention(
-            provider, config, **({} if kind.window is None else {"window": kind.window})
-        ),
+        input_layernorm=before,
+        self_attention=attention(provider, config, **given),
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=provider.norm(),
+        pre_mlp_layernorm=before,
         mlp=mlp(provider),
         mlp_bda=get_bias_dropout_add,
         post_norm=provider.norm() if kind.post_norms else None,
