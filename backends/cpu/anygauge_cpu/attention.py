@@ -133,8 +133,8 @@ def _attend_keys(q: Tensor, k: Tensor, v: Tensor, rule: _Rule) -> Tensor:
     shared = heads // key_heads
     mask = None
     if rule.causal and not (is_long and is_plain):
-        repeats = 1 if is_long else shared
-        mask = _hidden(length, key_length, repeats, rule.window, has_sink=rule.sinks is not None)
+        repeats, hidden = (1, _long_hidden) if is_long else (shared, _short_hidden)
+        mask = hidden(length, key_length, repeats, rule.window, has_sink=rule.sinks is not None)
     if is_long:
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=rule.causal and is_plain, scale=rule.scale, enable_gqa=shared > 1
@@ -168,7 +168,6 @@ def _weights(queries: Tensor, keys: Tensor, scale: float, mask: Tensor | None) -
     return scores.softmax(1).mT if narrow else scores.softmax(2)
 
 
-@lru_cache(maxsize=64)
 @torch.inference_mode(mode=False)  # a later pass may keep it for its gradient
 def _hidden(length: int, seen: int, repeats: int, window: int | None, *, has_sink: bool = False) -> Tensor:
     """Return minus infinity where a query does not see a key: ``[repeats * length, seen]``.
@@ -180,6 +179,10 @@ def _hidden(length: int, seen: int, repeats: int, window: int | None, *, has_sin
     future = hidden.triu(1 + keys - length)
     mask = future if window is None else future + hidden.tril(keys - length - window)
     return F.pad(mask, (int(has_sink), 0)).repeat(repeats, 1)
+
+
+_short_hidden, _long_hidden = lru_cache(maxsize=64)(_hidden), lru_cache(maxsize=8)(_hidden)
+"""The same, kept for all layers of a micro-batch; long ones are large."""
 
 
 @dataclass(frozen=True, slots=True)
