@@ -105,6 +105,7 @@ def test_links_of_the_wheels_description_lead_to_files_of_its_release(artefacts:
         r"!\[[^\]]*\]\(https://raw\.githubusercontent\.com/anygauge/anygauge/v0\.1\.0/(\S+)\)", text
     )
     assert len(pages) > 30
+    assert images == ["docs/images/run.svg"]
     assert [path for path in (*pages, *images) if not (ROOT / path).exists()] == []
 
 
