@@ -164,6 +164,19 @@ def _optimizer_steps(config: Config, user_keys: Collection[str]) -> Problems:
         yield ConfigProblem(path="placement.train_workers", found=config.placement.train_workers, hint=hint)
 
 
+def _best(config: Config, user_keys: Collection[str]) -> Problems:
+    save = config.save
+    if save.best is None:
+        return
+    if save.every is None:
+        hint = 'has no effect with save.every = "none"; leave it out'
+        yield ConfigProblem(path="save.best", found=save.best, hint=hint)
+    names = {dataset_name(file) for file in config.eval.data} | config.eval.datasets.keys()
+    if save.best.startswith("eval/") and not any(save.best.startswith(f"eval/{name}") for name in names):
+        known = ", ".join(f"eval/{name}" for name in sorted(names)) or "none: eval.data names no file"
+        yield ConfigProblem(path="save.best", found=save.best, hint=f"no evaluation has it; known: {known}")
+
+
 def _evaluation(config: Config, user_keys: Collection[str]) -> Problems:
     evaluation = config.eval
     tables: dict[str, Eval | EvalDataset] = {"eval": evaluation}
@@ -245,6 +258,7 @@ RULES = (
     Check(label_rule, ("data.label_key", "reward", "eval.datasets")),
     Check(reward_rule, ("reward", "eval.datasets", "rollout.max_new_tokens")),
     Check(_evaluation, ("eval",)),
+    Check(_best, ("save", "eval")),
     Check(_task, ("run.task",)),
     Check(resume_rule, ("run.resume", "run.overwrite", "run.accept_changes")),
     Check(debug_rule, ("debug", "run.task")),

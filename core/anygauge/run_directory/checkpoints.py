@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from anygauge.config import Config
@@ -75,6 +76,7 @@ class CheckpointWriter:
 
     :param directory: The run's; no other process may use it.
     :param on_wait: Called with a line every few seconds while the run waits for a checkpoint.
+    :param scores: Value of ``save.best`` by step, which grows while the run goes on.
     """
 
     def __init__(
@@ -83,12 +85,15 @@ class CheckpointWriter:
         config: Config,
         workers: WorkerGroup,
         on_wait: Callable[[str], None] = logger.info,
+        *,
+        scores: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         self._run_directory = directory
         self._directory = directory / DIRECTORY
         self._config = config
         self._workers = workers
         self._on_wait = on_wait
+        self._scores = scores
         self._packages = installed_packages()
         self._pending: _Pending | None = None
         self._tidying: Future[None] | None = None
@@ -208,10 +213,17 @@ class CheckpointWriter:
         """Begin to remove old checkpoints, or note that it is to be done again: a disk may be slow."""
         self._is_untidy = not self._is_tidied
         if not self._is_untidy:
-            keep = self._config.save.keep
+            keep, best = self._config.save.keep, self._best()
             self._tidying = in_background(
-                partial(_remove_old, self._directory, keep, self._latest), "checkpoint"
+                partial(_remove_old, self._directory, keep, self._latest, best), "checkpoint"
             )
+
+    def _best(self) -> str | None:
+        """Return the name of the best checkpoint that is there, the latest of equal ones."""
+        sign = 1 if self._config.save.best_is == "highest" else -1
+        scores = {_name(step): sign * score for step, score in self._scores.items()}
+        there = [path.name for path in checkpoint_paths(self._directory) if path.name in scores]
+        return max(there, key=scores.__getitem__, default=None)
 
     def _driver_state(self, step: int, state: Mapping[str, Any]) -> bytes:
         described = {
@@ -307,10 +319,10 @@ def _roles(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.is_dir())
 
 
-def _remove_old(directory: Path, keep: int, latest: int) -> None:
-    """Remove all checkpoints up to that of a step but the latest ones."""
+def _remove_old(directory: Path, keep: int, latest: int, best: str | None) -> None:
+    """Remove all checkpoints up to that of a step but the latest ones and the best."""
     counted = [path for path in checkpoint_paths(directory) if path.name <= _name(latest)]
-    for old in counted[keep:]:
+    for old in (path for path in counted[keep:] if path.name != best):
         try:
             remove(old)
         except OSError as error:

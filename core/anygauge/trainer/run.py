@@ -160,7 +160,7 @@ def open_loop(
     write_capabilities(directory.path, plugins, loaded.backend)
     checkpoints = None
     if config.save.every is not None and components.trains and not replays(config):
-        writer = CheckpointWriter(directory.path, config, session.workers, on_wait=tell)
+        writer = CheckpointWriter(directory.path, config, session.workers, tell, scores=state.scores)
         checkpoints = stack.enter_context(closing(writer))
     session.trackers = open_trackers(config, plugins, state.info, stack)
     replayed_media = ReplayedMedia(session.media)

@@ -63,6 +63,9 @@ class Session:
         return layout_of(self.config)
 
     def track(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Give metrics of a step to every tracker."""
+        """Give metrics of a step to every tracker, and note that of ``save.best``."""
+        best = self.config.save.best
+        if best is not None and best in metrics:
+            self.state.scores[step] = metrics[best]
         for tracker in self.trackers:
             tracker.log(metrics, step=step)

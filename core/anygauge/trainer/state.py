@@ -23,6 +23,8 @@ class RunState:
     """State of the data source after drawing exactly the prompts of the finished steps."""
     rollout: Mapping[str, Any] = field(default_factory=dict)
     """State of the rollout scheduler at that step; empty without one."""
+    scores: dict[int, float] = field(default_factory=dict)
+    """Value of ``save.best`` by step."""
 
     def finish_step(self, step: int) -> None:
         """Record that a step is done."""
@@ -31,6 +33,7 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of it."""
         saved = {"step": self.info.step, "version": self.version, "source": dict(self.source)}
+        saved |= {"scores": list(self.scores.items())} if self.scores else {}
         return {**saved, "rollout": dict(self.rollout)} if self.rollout else saved
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -39,3 +42,4 @@ class RunState:
         self.version = saved["version"]
         self.source = saved["source"]
         self.rollout = saved.get("rollout", {})
+        self.scores.update(saved.get("scores", ()))

@@ -369,3 +369,18 @@ def test_checks_of_models_can_be_deferred(load: Load, monkeypatch: pytest.Monkey
 def test_a_dtype_has_a_short_name(load: Load, written: str, meant: str | None) -> None:
     config = load({"train": f'dtype = "{written}"'}).config
     assert config.train.dtype == meant
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (["--save.best=eval/other"], "no evaluation has it; known: eval/e"),
+        (["--save.best=eval/e", "--save.every=none"], "has no effect with save.every"),
+    ],
+)
+def test_an_impossible_best_checkpoint(load: Load, tmp_path: Path, overrides: list[str], hint: str) -> None:
+    (tmp_path / "e.jsonl").write_text("{}")
+    data = f'--eval.data=["{tmp_path / "e.jsonl"}"]'
+    with pytest.raises(ConfigError, match=hint):
+        load(overrides=[data, *overrides])
+    assert load(overrides=[data, "--save.best=eval/e"]).config.save.best == "eval/e"

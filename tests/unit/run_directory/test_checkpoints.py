@@ -729,3 +729,27 @@ def test_an_export_takes_the_place_of_an_earlier_one(tmp_path: Path, workers: Wo
         export_hf(workers, tmp_path / "hf-step-5")  # type: ignore[arg-type]
         assert (tmp_path / "hf-step-5" / "model").read_text() == content
         assert [path.name for path in tmp_path.iterdir()] == ["hf-step-5"]
+
+
+@pytest.mark.parametrize(
+    ("best_is", "kept"), [("highest", [2, 5, 6]), ("lowest", [3, 5, 6])], ids=["highest", "lowest"]
+)
+def test_the_best_checkpoint_is_kept_beside_the_latest(
+    tmp_path: Path, workers: Workers, best_is: str, kept: list[int]
+) -> None:
+    scores: dict[int, float] = {9: 1.0, 10: -1.0}  # no checkpoint of these steps
+    config = make_config(keep=2, best="eval/held-out", best_is=best_is)
+    writer = CheckpointWriter(tmp_path, config, workers, scores=scores)  # type: ignore[arg-type]
+    for step, score in enumerate([0.5, 0.9, 0.1, 0.9 - 1e-9, None, 0.4], 1):
+        scores |= {} if score is None else {step: score}
+        write(writer, step)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in kept]
+
+
+def test_without_scores_the_latest_are_kept(
+    tmp_path: Path, make_writer: Callable[..., CheckpointWriter]
+) -> None:
+    writer = make_writer(keep=1, best="eval/held-out")
+    for step in (1, 2):
+        write(writer, step)
+    assert names(tmp_path) == ["step-00000002"]

@@ -73,6 +73,10 @@ class Save(Section):
     """Steps between checkpoints, written while the run goes on; ``None`` for none."""
     keep: Positive = 2
     """Checkpoints that are kept, the latest ones."""
+    best: str | None = None
+    """Metric whose best checkpoint is kept beside these, such as ``eval/held-out``; ``None`` for none."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which value of it is best."""
     hf_every: Positive | None = None
     """Steps between exports of a complete Hugging Face directory ``hf-step-N/``."""
     hf_at_end: bool = True

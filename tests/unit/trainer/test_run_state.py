@@ -1,0 +1,62 @@
+"""State of a run: the scores of its checkpoints, and data that a resume accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from anygauge.config import Config
+from anygauge.trainer.run import _restore_source
+from anygauge.trainer.session import Session
+from anygauge.trainer.state import RunState
+from anygauge_hooks.errors import DataError
+from anygauge_hooks.types import RunInfo
+
+
+def info() -> RunInfo:
+    return RunInfo(name="r", directory="r", backend="cpu", total_steps=9, config=config())
+
+
+def config(**run: Any) -> Config:
+    tree = {"run": {"name": "r", **run}, "model": "m", "data": {"train": ["d.jsonl"]}}
+    return Config.model_validate({**tree, "save": {"best": "eval/held-out"}})
+
+
+class Source:
+    """Takes the state of its own rows alone."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["of"] != "new":
+            raise DataError("The data has changed.", hint="Restore it.")
+
+
+def test_a_score_is_that_of_the_metric_and_survives_a_resume() -> None:
+    session: Any = Session.__new__(Session)
+    session.config, session.state, session.trackers = config(), RunState(info()), ()
+    session.track({"eval/held-out": 0.25, "eval/other": 1.0}, step=0)
+    session.track({"train/loss": 1.0}, step=1)
+    session.track({"eval/held-out": 0.5}, step=2)
+    assert session.state.scores == {0: 0.25, 2: 0.5}
+    again = RunState(info())
+    scores = again.scores
+    again.restore(session.state.state_dict())
+    assert scores == {0: 0.25, 2: 0.5}  # what the writer of checkpoints holds
+
+
+def test_other_data_begin_where_the_resume_accepts_them(caplog: pytest.LogCaptureFixture) -> None:
+    source: Any = Source()
+    state = RunState(info(), source={"of": "old"}, rollout={"groups": []})
+    with pytest.raises(DataError):
+        _restore_source(source, state, {"of": "new"}, config())
+    _restore_source(source, state, {"of": "new"}, config(accept_changes=["data"]))
+    assert (state.source, state.rollout) == ({"of": "new"}, {})
+    assert "The data has changed. The new data start from their beginning." in caplog.text
+
+
+def test_the_same_data_go_on() -> None:
+    source: Any = Source()
+    state = RunState(info(), source={"of": "new", "at": 3}, rollout={"groups": []})
+    _restore_source(source, state, {"of": "new"}, config(accept_changes=["data"]))
+    assert (state.source, state.rollout) == ({"of": "new", "at": 3}, {"groups": []})
