@@ -64,15 +64,16 @@ class ServedEngines:
         """Return how requests get to the servers."""
         pools = self._servers.pools
         others = {model: pool for model, pool in pools.items() if model != POLICY}
-        return nullcontext(
-            GenerationClient(
-                pools[POLICY], self._loop, self.wait, others, keeps_requests=self._keeps_requests()
-            )
-        )
+        hold = None if self._keeps_requests() else self._hold
+        return nullcontext(GenerationClient(pools[POLICY], self._loop, self.wait, others, hold=hold))
 
     def _keeps_requests(self) -> bool:
         peers = [self._servers.serving[rank].peer for rank in self._servers.synced]
         return self._config.weight_sync.pause != "abort" and all(peer.keeps_requests for peer in peers)
+
+    def _hold(self) -> None:
+        """Pause the servers for those who ask: nobody's request is in the way of the next update."""
+        self._servers.mark(sorted(self._servers.synced), "paused")
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Run a coroutine in the event loop; restart servers that are lost meanwhile.

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from anygauge.config.schema import RolloutClient
+from anygauge.rollout.gate import Gate
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.load_balancer import Load
 from anygauge.serving.sglang.client import channel
@@ -404,6 +405,34 @@ def test_an_abort_ends_what_runs_and_what_waits(servers: list[FakeServer]) -> No
                     generation.tokens == expected((5, number), SEED, "default", 0, len(generation.tokens))[0]
                 )
             check(8, await pool.generate(request(8)))
+
+    run(work())
+
+
+def test_requests_of_others_wait_while_a_gate_closes(servers: list[FakeServer]) -> None:
+    """An evaluation beside training sends again what the abort of all ended."""
+
+    async def work() -> None:
+        async with fleet_of(servers[0]) as pool:
+            gate, other = Gate(pool), Gate(pool)
+            gate.open()
+            other.open()
+            first = asyncio.create_task(gate.generate(endless(1)))
+            await asyncio.create_task(until(lambda: sum(servers[0].state()["running"]) == 1))
+
+            async def evaluate() -> Generation:
+                while (generation := await other.generate(request(2))).finish_reason == "abort":
+                    pass
+                return generation
+
+            pool.mark("engine-0", "paused")
+            evaluation = asyncio.create_task(evaluate())
+            await gate.close()
+            assert (await first).finish_reason == "abort"
+            assert servers[0].state()["running"] == [0]
+            assert pool.waiting == 1
+            pool.mark("engine-0", "serving")
+            check(2, await evaluation)
 
     run(work())
 

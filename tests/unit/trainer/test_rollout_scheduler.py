@@ -1,0 +1,67 @@
+"""What a rollout scheduler waits for before a weight update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+import pytest
+
+from anygauge.config import Config
+from anygauge.rollout.producer import Producer
+from anygauge.runtime.event_loop import EventLoop
+from anygauge.serving.generation_client import GenerationClient
+from anygauge.trainer.rollout_scheduler import RolloutScheduler
+from anygauge_hooks.rollout import Generator
+
+
+class Recorder:
+    """A producer that only notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def pause(self) -> None:
+        self.asked.append("pause")
+
+    async def finish_open(self) -> None:
+        self.asked.append("finish open groups")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "keeps", "expected"),
+    [
+        ("sync", False, []),
+        ("one_step_off", False, ["finish open groups"]),
+        ("async", True, []),
+        ("async", False, ["hold", "pause"]),
+    ],
+)
+def test_engines_that_keep_no_requests_are_held_and_emptied(
+    schedule: str, keeps: bool, expected: list[str]
+) -> None:
+    recorder = Recorder()
+
+    def hold() -> None:
+        recorder.asked.append("hold")
+
+    chosen: Callable[[], None] | None = None if keeps else hold
+    rollout = {"engine": "sglang", "schedule": schedule}
+    config = Config.model_validate(
+        {
+            "run": {"name": "r", "steps": 1},
+            "model": {"path": "m"},
+            "data": {"train": []},
+            "reward": {"function": "none"},
+            "rollout": rollout,
+        }
+    )
+    with EventLoop() as loop:
+
+        def wait(work: Coroutine[Any, Any, Any], what: str) -> Any:
+            return loop.run(work)
+
+        client = GenerationClient(cast("Generator", None), loop, wait, hold=chosen)
+        scheduler = RolloutScheduler(cast("Producer", recorder), client, config, scorer=None, steps=1)
+        scheduler.before_sync()
+    assert recorder.asked == expected
