@@ -10,8 +10,12 @@ import pytest
 pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(300)]
 
 
-def test_no_op_diverges_between_the_host_and_a_simulated_npu(simulated: Callable[..., Any]) -> None:
-    result = simulated("-m", "anygauge", "parity", "cpu", "npu", "--layers", "1")
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_no_op_diverges_between_the_host_and_a_simulated_npu(
+    simulated: Callable[..., Any], engine: str
+) -> None:
+    sides = [f"{backend}:engine={engine}" for backend in ("cpu", "npu")]
+    result = simulated("-m", "anygauge", "parity", *sides, "--layers", "1")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert next(line for line in lines if line.startswith("B  npu")).endswith(

@@ -57,12 +57,16 @@ def test_every_value_of_a_table_in_code_is_one_of_ours() -> None:
         assert exists(key)
 
 
+QLORA = "QLoRA is not supported, because shards, checkpoints and weight updates are of whole tensors"
+
+
 @pytest.mark.parametrize(
     ("table", "name", "hint"),
     [
         ("rollout", "rollout_batch_size", "write rollout.prompts_per_step (docs/migrate/slime.md)"),
         ("train", "ppo_mini_batch_size", "write train.global_batch_size (docs/migrate/verl.md)"),
         ("algorithm", "num_generations", "write rollout.samples_per_prompt (docs/migrate/trl.md)"),
+        ("train", "load_in_4bit", f"{QLORA} (docs/lora.md)"),
         ("algorithm", "beta", "write algorithm.kl_coef and algorithm.kl_type (docs/migrate/trl.md)"),
     ],
 )

@@ -99,6 +99,8 @@ def test_sides_that_agree_have_every_op_module_layer_and_parameter_within_its_li
     assert [each.layer for each in differences if each.kind == "layer"] == [-1, 0, 1]
     assert len(names(differences, "parameter")) == 13
     assert all(each.gradient is not None for each in differences if each.kind in ("op", "parameter"))
+    output = next(each for each in differences if each.name == "linear_logprob")
+    assert (output.layer, output.place.partition(",")[0]) == (2, "outside of the layers")
     attention = next(each for each in differences if each.name == "varlen_attention")
     assert attention.sources == (
         "anygauge_cpu.attention.varlen_attention",
@@ -150,13 +152,15 @@ def test_a_layer_with_other_weights_is_told_by_its_linear(
     for file in model.iterdir():
         (other / file.name).write_bytes(file.read_bytes())
     tensors = load_file(other / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.1
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.1
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     differences = compare(other)
     first = first_divergence(differences)
     assert first is not None
-    assert (first.kind, first.name, first.place) == ("module", "mlp.linear_fc1", "layer 1")
+    assert (first.kind, first.name, first.place) == ("module", "mlp.linear_fc1", "layer 0")
     assert {each.kind for each in differences if each.diverges} == {"module", "layer", "parameter"}
+    # The next layer gets the inputs of the other side.
+    assert {each.layer for each in differences if each.diverges and each.kind == "layer"} == {0}
 
 
 def test_kernels_are_chosen_by_a_word_of_their_source(compare: Compare) -> None:

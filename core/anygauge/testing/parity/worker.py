@@ -209,11 +209,12 @@ class ParityWorker:
     def _compare_call(self, number: int, call: Any, other: _Served) -> Difference:
         mine = self._repeat(call)
         forward, gradient = errors_of(mine.outcome, other.outcome)
+        where = f"layer {call.layer}" if 0 <= call.layer < len(self._layers()) else "outside of the layers"
         return Difference(
             kind="op",
             name=call.op,
             layer=call.layer,
-            place=f"layer {call.layer}, call {number} of a kernel",
+            place=f"{where}, call {number} of a kernel",
             forward=forward,
             gradient=gradient,
             limit=mine.limit + other.limit,
