@@ -73,3 +73,11 @@ def test_a_server_has_the_devices_that_its_weights_need(gib: float, devices: int
 def test_a_sample_longer_than_every_size_is_alone_in_a_micro_batch() -> None:
     chosen = choose(read_shape(DENSE), replace(WISHES, response_tokens=30_000), given(140))
     assert chosen.micro_batch == 30_512
+
+
+def test_servers_whose_cache_holds_no_sample_do_not_fit() -> None:
+    chosen = choose(read_shape(DENSE), replace(WISHES, has_servers=True), given(140))
+    assert chosen.plan.server is not None
+    empty = replace(chosen.plan, server=replace(chosen.plan.server, cache_tokens=1535))
+    assert chosen.fits
+    assert not replace(chosen, plan=empty).fits

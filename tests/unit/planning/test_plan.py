@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,21 @@ def config_of(**sections: Any) -> Config:
 
 
 def plan_of(
-    hf: dict[str, Any] | ModelShape, *, gib: float | None = 80, **sections: Any
+    hf: dict[str, Any] | ModelShape,
+    *,
+    gib: float | None = 80,
+    facts: Mapping[str, Any] | None = None,
+    **sections: Any,
 ) -> tuple[Config, Plan]:
+    """Return a config and its plan.
+
+    :param facts: Further fields of ``Assumptions``.
+    """
     config = config_of(**sections)
     shape = hf if isinstance(hf, ModelShape) else read_shape(hf)
     memory = None if gib is None else gib * GIB
-    return config, make_plan(
-        config, shape, Assumptions(backend="cuda", master_bytes=2, device_bytes=memory, rates=RATES["H200"])
-    )
+    known = {"backend": "cuda", "master_bytes": 2, "rates": RATES["H200"], **(facts or {})}
+    return config, make_plan(config, shape, Assumptions(device_bytes=memory, **known))
 
 
 def parallel(workers: int, **sizes: int) -> dict[str, Any]:
@@ -196,6 +204,40 @@ def test_fsdp_shards_weights_too_and_gathers_some() -> None:
     assert one.weights == 2 * read_shape(DENSE).parameters - 2 * 2560  # a norm is counted in no rank
 
 
+FSDP = {"dtype": "bfloat16", "engine": "fsdp"}
+
+
+def test_fsdp_gathers_the_ends_of_the_model_and_two_layers_for_the_loss() -> None:
+    one = plan_of(DENSE, gib=None, train=FSDP)[1].train
+    four = plan_of(DENSE, gib=None, train=FSDP, placement={"train_workers": 4})[1].train
+    shape = read_shape(DENSE)
+    layer = shape.layer_parameters / 36
+    assert four.work - one.work == pytest.approx(2 * (shape.embedding + 2 * layer))
+
+
+def test_fsdp_has_gradients_twice_at_the_end_of_a_backward_pass() -> None:
+    short = {"max_new_tokens": 8, "prompts_per_step": 1, "samples_per_prompt": 1}
+    data = {"train": [], "max_prompt_tokens": 8}
+    _, plan = plan_of(DENSE, train=FSDP, rollout=short, data=data)
+    own = plan.train.peak - plan.train.others
+    assert own == pytest.approx((2 + 4 + 8 + 6) * read_shape(DENSE).parameters, rel=0.01)
+
+
+def test_fsdp_keeps_gradients_from_one_micro_batch_to_the_next() -> None:
+    once = FSDP | {"micro_batch_tokens": 262_144}
+    assert plan_of(DENSE, train=once)[1].train.gradients == 0
+    kept = plan_of(DENSE, train=FSDP)[1].train.gradients
+    assert kept == pytest.approx(4 * read_shape(DENSE).parameters, rel=1e-6)
+
+
+def test_a_critic_has_the_state_of_another_model() -> None:
+    sft: dict[str, Any] = {"run": {"name": "t", "task": "sft"}, "reward": {}}
+    alone = plan_of(DENSE, **sft)[1].train
+    beside = plan_of(DENSE, facts={"has_critic": True}, **sft)[1].train
+    assert (alone.others, beside.others) == (0, alone.state)
+    assert beside.asleep == alone.asleep + alone.state
+
+
 def test_adapters_have_an_optimizer_and_the_rest_has_none() -> None:
     lora = {"dtype": "bfloat16", "lora": {"rank": 16}}
     _, plan = plan_of(DENSE, train=lora)
@@ -251,6 +293,43 @@ def test_an_embedded_engine_is_in_the_memory_of_its_trainer() -> None:
     assert "generate" not in sft.seconds
 
 
+def test_logits_of_a_micro_batch_are_whole_without_the_fused_loss() -> None:
+    _, plan = plan_of(DENSE, train={"dtype": "bfloat16", "fused_loss": False})
+    assert (plan.train.logits, plan.train.work) == (0, 4 * 8192 * 151_936)
+
+
+SERVED = {"engine": "sglang", "max_batch_tokens": 100_000, "max_new_tokens": 512}
+
+
+def test_a_cache_is_divided_among_as_many_devices_as_there_are_key_heads() -> None:
+    def cache(devices: int) -> float:
+        rollout = SERVED | {"sglang": {"tp_size": devices}}
+        _, plan = plan_of(DENSE, rollout=rollout, placement={"rollout_workers": 1})
+        assert plan.server is not None
+        return plan.server.cache
+
+    assert cache(1) == 8 * cache(8) == 8 * cache(16)
+
+
+def test_devices_are_shared_in_turns_where_asked_or_where_both_do_not_fit() -> None:
+    def plan(gib: float, offload: str, bucket: int = 2**30) -> Plan:
+        placement = {"rollout_workers": 1, "colocated": True, "offload": offload}
+        sync = {"bucket_bytes": bucket}
+        return plan_of(DENSE, gib=gib, rollout=SERVED, placement=placement, weight_sync=sync)[1]
+
+    both, asked, small = plan(300, "auto"), plan(300, "always"), plan(100, "auto")
+    assert (both.sleeps, asked.sleeps, small.sleeps) == (False, True, True)
+    assert both.host_asleep == 0
+    assert asked.host_asleep == asked.train.asleep
+    assert both.spare is not None
+    assert both.spare - plan(300, "auto", 2**31).spare == 2 * 2**30  # type: ignore[operator]
+
+
+def test_a_reference_is_kept_on_the_host() -> None:
+    _, plan = plan_of(DENSE, algorithm={"kl_coef": 0.1}, **parallel(2))
+    assert plan.host_asleep == 2 * plan.train.weights
+
+
 def test_servers_apart_have_devices_of_their_own() -> None:
     rollout = {"engine": "sglang", "sglang": {"tp_size": 2}}
     placement = {"train_workers": 4, "rollout_workers": 2}
@@ -280,6 +359,43 @@ def test_log_prob_passes_are_of_the_later_optimizer_steps_and_of_a_reference() -
     assert passes(1) == 0
     assert passes(2, kl_coef=0.1) == pytest.approx(3 * passes(2), rel=0.01)
     assert passes(2, old_log_probs="rollout") == 0
+
+
+def test_a_pass_over_all_samples_where_something_reads_it_before() -> None:
+    train = {"dtype": "bfloat16", "optimizer_steps": 2}
+    half, whole = (
+        plan_of(DENSE, train=train, facts={"reads_old_log_probs": reads})[1].seconds["log_probs"]
+        for reads in (False, True)
+    )
+    assert whole == pytest.approx(2 * half)
+
+
+def test_a_pipeline_is_idle_at_its_ends() -> None:
+    def seconds(micro_batch: int) -> float:
+        sizes = {"dtype": "bfloat16", "micro_batch_tokens": micro_batch, "parallel": {"pipeline": 2}}
+        return plan_of(DENSE, train=sizes, placement={"train_workers": 2})[1].seconds["train"]
+
+    assert seconds(262_144) / seconds(8192) == pytest.approx(2 / (33 / 32), rel=0.02)
+
+
+def test_the_fsdp_engine_takes_longer() -> None:
+    one, other = (plan_of(DENSE, train=train)[1].seconds["train"] for train in (FSDP, {"dtype": "bfloat16"}))
+    assert one / other == pytest.approx(RATES["H200"].fsdp, rel=0.01)
+
+
+def test_samples_come_in_waves_where_the_cache_is_small() -> None:
+    def seconds(cache: int) -> float:
+        rollout = {"max_new_tokens": 512, "max_batch_tokens": cache}
+        return plan_of(DENSE, rollout=rollout)[1].seconds["generate"]
+
+    assert seconds(2 * 1024) > 20 * seconds(256 * 1024)
+
+
+def test_a_decode_step_of_one_sample_reads_the_experts_that_it_visits() -> None:
+    rollout = SERVED | {"prompts_per_step": 1, "samples_per_prompt": 1}
+    _, plan = plan_of(QWEN3_30B_A3B, rollout=rollout, placement={"rollout_workers": 1})
+    all_weights = 2 * read_shape(QWEN3_30B_A3B).parameters / RATES["H200"].copy
+    assert plan.seconds["generate"] < 512 * all_weights / 2
 
 
 # -------------------------------------------------------------------------
@@ -314,3 +430,20 @@ def test_idle_pipeline_stages_are_a_warning() -> None:
     config, plan = plan_of(DENSE, gib=None, train=train, placement={"train_workers": 4})
     (warning,) = plan_warnings(config, plan)
     assert warning.startswith("1 micro-batches for 4 pipeline stages leave each stage idle for 75%")
+
+
+def test_a_host_that_cannot_hold_what_sleeps_is_a_warning() -> None:
+    placement = {"rollout_workers": 1, "colocated": True, "offload": "always"}
+    host = {"host_bytes": 20 * GIB}
+    config, plan = plan_of(DENSE, gib=160, rollout=SERVED, placement=placement, facts=host)
+    (warning,) = plan_warnings(config, plan)
+    assert warning == "trainers asleep take 45 GiB of host memory, and there are 20 GiB"
+
+
+def test_a_cache_that_holds_no_sample_is_a_warning() -> None:
+    rollout = SERVED | {"max_batch_tokens": 1023}
+    config, plan = plan_of(DENSE, gib=160, rollout=rollout, placement={"rollout_workers": 1})
+    (warning,) = plan_warnings(config, plan)
+    assert warning.startswith(
+        "the KV cache of a rollout engine holds 1023 tokens, and a sample can have 1024;"
+    )
