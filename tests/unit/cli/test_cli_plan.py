@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from anygauge.cli import main
+from anygauge.cli.devices import device_facts
 from anygauge_cpu.plugin import CPU
+from anygauge_hooks.types import Availability
 
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -118,6 +123,18 @@ def test_workers_of_a_host_share_its_memory(
     options = ["--placement.train_workers", "4", "--json", "--train.dtype", "float32"]
     assert main(["plan", "c.toml", "--backend", CPU.name, *options]) == 0
     assert json.loads(capsys.readouterr().out)["device"]["bytes"] == 2**38
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_the_device_of_this_host_is_asked(is_here: bool) -> None:
+    """Its driver's name leads to its rates, unless the user says another one."""
+    backend = replace(CPU, visible_devices_env="SHOWN", probe=lambda: Availability(ok=is_here))
+    device = SimpleNamespace(torch_device=torch.device("cpu"), memory=lambda: {"total": 2**36})
+    plugins: Any = SimpleNamespace(make_device=lambda *_: device)
+    facts = device_facts(plugins, backend)
+    assert (facts.memory, facts.gpu, facts.is_here) == (2**36 if is_here else None, None, is_here)
+    assert device_facts(plugins, backend, "H100").gpu == "H100"
+    assert device_facts(plugins, backend, "H100", 70).memory == 70 * 2**30
 
 
 def test_what_is_asked_for_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
