@@ -31,8 +31,9 @@ def model_shape(directory: Path) -> ModelShape:
         if not isinstance(hf, dict):
             raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"A plan needs the sizes of {directory}, whose config.json cannot be read: {error}.",
+            f"A plan needs the sizes of {directory}, whose config.json cannot be read: {reason}.",
             hint="Name a Hugging Face directory, or a model that is in the cache.",
         ) from error
     shape = read_shape(hf)

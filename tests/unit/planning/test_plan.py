@@ -139,8 +139,11 @@ def test_what_the_sizes_do_not_explain_is_another_part(tmp_path: Path) -> None:
     shape = model_shape(tmp_path)
     assert shape.parameters == 4_520_000_000
     assert shape.others == pytest.approx(0.498e9, rel=0.01)
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: No such file or directory\.\n"):
         model_shape(tmp_path / "none")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: it is not an object\.\n"):
+        model_shape(tmp_path)
 
 
 # -------------------------------------------------------------------------
