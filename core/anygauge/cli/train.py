@@ -63,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
         check_files=args.check_files,
     )
     if args.dry_run:
-        _print_resolved(loaded.config.config, check_files=args.check_files)
         for line in dry_run_plan(loaded, is_probed=args.backend is None):
             _say(line)
+        _print_resolved(loaded.config.config, check_files=args.check_files)
         return 0
     from anygauge.distributed.garbage import freeze_living_objects
 

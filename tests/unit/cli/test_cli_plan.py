@@ -159,7 +159,9 @@ def test_the_head_of_a_dry_run_is_the_short_form(capsys: pytest.CaptureFixture[s
     assert max(map(len, lines[start:])) <= 110
     Path("model/config.json").unlink()
     assert main(dry) == 0
-    assert capsys.readouterr().err.splitlines()[-1].startswith("no plan: A plan needs the sizes of model")
+    printed = capsys.readouterr()
+    assert 'path = "model"' in printed.out
+    assert printed.err.splitlines()[-1].startswith("no plan: A plan needs the sizes of model")
 
 
 def test_a_dry_run_on_a_device_that_is_too_small_fails(
@@ -170,4 +172,6 @@ def test_a_dry_run_on_a_device_that_is_too_small_fails(
     )
     monkeypatch.setattr("anygauge.plugins.select_backend", lambda *_: (CPU, "for this test"))
     assert main(["train", "c.toml", "--dry-run", "--no-file-check"]) == 1
-    assert capsys.readouterr().err.endswith("[AG203]\n")
+    printed = capsys.readouterr()
+    assert printed.err.endswith("[AG203]\n")
+    assert printed.out == ""
