@@ -103,6 +103,18 @@ def test_a_sequence_sees_nothing_of_its_neighbours() -> None:
     assert not torch.equal(before[4:], after[4:])
 
 
+def test_a_window_and_sinks_are_those_of_torchs_attention() -> None:
+    """A sink is a key whose score is given, and whose values are 0."""
+    q, k, v, sinks = (torch.randn(*shape) for shape in ((9, 2, 8), (9, 2, 8), (9, 2, 8), (2,)))
+    found = reference.varlen_attention(q, k, v, (9,), 0.3, causal=True, window=4, sinks=sinks)
+    ago = torch.arange(9)[:, None] - torch.arange(9)
+    seen = torch.where((ago >= 0) & (ago <= 3), 0.0, -torch.inf).expand(2, -1, -1)
+    mask = torch.cat((seen, sinks[:, None, None].expand(-1, 9, 1)), -1)
+    heads = [F.pad(x, (0, 0, 0, 0, 0, int(x is not q))).transpose(0, 1) for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*heads, mask, scale=0.3).transpose(0, 1)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_log_sum_exp_is_that_of_the_scores(causal: bool) -> None:
     q, k, v = (torch.randn(n, 4, 8, requires_grad=True) for n in (3, 5, 5))
