@@ -121,15 +121,18 @@ SMALL = {
 
 
 @pytest.mark.usefixtures("forked_actors")
-@pytest.mark.parametrize("name", FOUR_LINES)
-def test_a_config_of_four_lines_trains(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [*((name, "fsdp") for name in FOUR_LINES), ("gemma-3", "megatron"), ("gpt-oss", "megatron")],
+)
+def test_a_config_of_four_lines_trains(tmp_path: Path, name: str, engine: str) -> None:
     recipe(tmp_path, FOUR_LINES[name])
     path = tmp_path / "four.toml"
     path.write_text(
         f'model.path = "{tmp_path}/model"\n'
         f'data.train = ["{tmp_path}/data.jsonl"]\n'
         'reward.function = "digits"\n'
-        'train.engine = "fsdp"\n'
+        f'train.engine = "{engine}"\n'
     )
     observer = Rewarding()
     run_with_observer(path, observer, {**SMALL, "run.directory": tmp_path, "data.cache": tmp_path / "cache"})
