@@ -306,6 +306,11 @@ def _one_sequence(call: Callable[..., Any], a: SimpleNamespace) -> Any:
     return call(lengths=[sum(a.lengths)]) if getattr(a, "key_lengths", None) is None else call()
 
 
+def _unused(sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """Return sinks that take no weight and have gradients."""
+    return None if sinks is None else 0 * sinks - 1e4
+
+
 def _other_grouping(call: Callable[..., Any], a: SimpleNamespace) -> Any:
     """Read key head ``h % K`` for query head ``h``."""
     groups = a.q.shape[1] // a.k.shape[1]
@@ -395,6 +400,30 @@ SEQUENCES = [
         "gradient_varies",
         "the backward of attention adds in another order every second time",
         lambda call, a: call(q=with_grad(a.q, _ALTERNATING)),
+    ),
+    op_fault(
+        "varlen_attention",
+        "window_of_one_more",
+        "attention counts a window without the token itself",
+        lambda call, a: call() if a.window is None else call(window=a.window + 1),
+    ),
+    op_fault(
+        "varlen_attention",
+        "no_sinks",
+        "attention ignores sinks",
+        lambda call, a: call(sinks=_unused(a.sinks)),
+    ),
+    op_fault(
+        "varlen_attention",
+        "sinks_scaled",
+        "attention scales sinks as it does scores",
+        lambda call, a: call() if a.sinks is None else call(sinks=a.sinks * a.scale),
+    ),
+    op_fault(
+        "varlen_attention",
+        "sink_gradient_doubled",
+        "the gradient of attention's sinks is doubled",
+        lambda call, a: call() if a.sinks is None else call(sinks=with_grad(a.sinks, lambda g: 2 * g)),
     ),
     op_fault("varlen_attention", "draws", "attention draws a random number at each call", draws),
     op_fault(
