@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import sys
@@ -114,6 +115,8 @@ def _flushed() -> bool:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     others, overrides = split_arguments(argv)
+    if others and not others[0].startswith("-"):
+        _check_command(parser, others[0])
     args, unknown = parser.parse_known_args(others)
     command: argparse.ArgumentParser = args.parser
     if args.command in WITH_CONFIG and unknown:
@@ -122,6 +125,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         command.error(f"unrecognized arguments: {' '.join([*unknown, *overrides])}")
     args.overrides = overrides
     return args
+
+
+def _check_command(parser: argparse.ArgumentParser, name: str) -> None:
+    """Exit with status 2 and the command that was meant, if a name is like one."""
+    meant = [] if name in COMMANDS else difflib.get_close_matches(name, COMMANDS, n=1)
+    if meant:
+        parser.error(f"there is no command {name!r}; did you mean {meant[0]}?")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -46,7 +46,7 @@ def doctor_does(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], No
     ("argv", "text"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["trian"], "invalid choice: 'trian'"),
+        (["trian"], "no command 'trian'; did you mean train?"),
         (["train"], "the following arguments are required: CONFIG.toml"),
         (["train", "a.toml", "--lr", "1"], "--lr 1 (a config key is --section.key value)"),
         (["train", "a.toml", "train.lr=1"], "train.lr=1 (a config key is --section.key value)"),
