@@ -43,6 +43,7 @@ def main() -> None:
         console = Console(record=True, width=100, file=nothing)
         for line in lines(log):
             console.print(line)
+        console.print()  # room for the last line, whose font may be a larger one
     svg = console.export_svg(title="anygauge demo", theme=MONOKAI, unique_id="run")
     PICTURE.write_text(FONTS.sub("", svg), encoding="utf-8")
 
