@@ -143,7 +143,7 @@ def test_a_file_is_the_base_and_a_callback_may_raise(tmp_path: Path) -> None:
 def test_a_run_that_is_refused_leaves_no_directory(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.lrr: found 1; unknown key; did you mean train\.lr\?"):
         made(args=(model, ROWS), train={"lrr": 1})
-    with pytest.raises(ConfigError, match=r"run\.name: found 'a/b'; must match"):
+    with pytest.raises(ConfigError, match=r"run\.name: found 'a/b'; must begin with a letter"):
         made(args=(model, ROWS), run={"name": "a/b"})
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ConfigError, match=r"data\.train\[0\]: found 'none\.jsonl'; no such file"):
