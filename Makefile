@@ -121,8 +121,7 @@ bench: $(VENV)/.dev ## measure the CPU figures of the documents
 	$(BIN)/python bench/balance.py
 
 clean: ## remove the environments, but not runs/
-	rm -rf $(VENV) $(NPU_VENV) $(SIM_VENV) $(SGLANG_VENV) $(DIST_VENV) $(DOCS_VENV)
-	rm -rf $(VENV) $(NPU_VENV) $(SIM_VENV) $(SGLANG_VENV) $(REAL_MODEL)
+	rm -rf $(VENV) $(NPU_VENV) $(SIM_VENV) $(SGLANG_VENV) $(DIST_VENV) $(DOCS_VENV) $(REAL_MODEL)
 
 # An environment that a failed command left behind has no stamp and is made again.
 define make_venv
