@@ -64,7 +64,7 @@ class Rewards:
 
     def noise(self, response: str) -> float:
         """Reward nothing in particular."""
-        return random.random()
+        return random.Random(response).random()
 
     def failing(self, response: str) -> float:
         """Fail for some responses."""
@@ -92,7 +92,7 @@ class Fault:
 
 LONG = {"rollout__max_new_tokens": 80, "run__steps": 40}
 FAULTS = {
-    "none": Fault(None, {"rollout__max_new_tokens": 80, "train__lr": 1e-4, "run__steps": 20}, reward="noise"),
+    "none": Fault(None, {"rollout__max_new_tokens": 80, "train__lr": 1e-6, "run__steps": 20}, reward="noise"),
     "wrong_rope": Fault(
         "logprob_abs_diff", {"run__steps": 2, "health__logprob_abs_diff_error": "none"}, WRONG_ROPE
     ),

@@ -13,6 +13,7 @@ from anygauge.health.history import FIRST, LATEST, History
 
 __all__ = [
     "Measure",
+    "average",
     "entropy_left",
     "gradient_spike",
     "latest",
@@ -39,6 +40,16 @@ def typical(name: str, steps: int) -> Measure:
     def measure(history: History) -> float | None:
         values = history.latest(name, steps)
         return _median(values) if len(values) == steps else None
+
+    return measure
+
+
+def average(name: str, steps: int) -> Measure:
+    """Return a measure: the mean of a metric over the last steps, once there are so many."""
+
+    def measure(history: History) -> float | None:
+        values = history.latest(name, steps)
+        return sum(values) / steps if len(values) == steps else None
 
     return measure
 

@@ -100,7 +100,7 @@ def test_healthy_steps_fire_nothing_and_judge_every_rule() -> None:
 
 def disturbed() -> Iterator[tuple[str, list[Metrics]]]:
     """Yield what healthy runs do now and then."""
-    yield "one bad step", steps(40, train__ppo_kl=course((3, 0.01), (2, 0.4), (1, 0.01)))
+    yield "one bad step", steps(40, train__ppo_kl=course((3, 0.01), (1, 0.4), (1, 0.01)))
     yield "a large first update", steps(20, train__ppo_kl=course((1, 0.26), (1, 0.012)))
     yield "one step of long answers", steps(40, rollout__truncated_ratio=course((9, 0.1), (3, 0.9), (9, 0.1)))
     yield "gradients that vary", steps(60, train__grad_norm=[1.0, 9.0, 0.5, 30.0, 4.5] * 12)
@@ -142,6 +142,10 @@ def disturbed() -> Iterator[tuple[str, list[Metrics]]]:
 @pytest.mark.parametrize(("what", "series"), [pytest.param(*each, id=each[0]) for each in disturbed()])
 def test_what_healthy_runs_do_now_and_then_fires_nothing(what: str, series: list[Metrics]) -> None:
     assert fired(series) == {}, what
+
+
+def test_one_step_that_ruins_a_policy_is_seen() -> None:
+    assert fired(steps(8, train__ppo_kl=course((1, 4.0), (7, 0.0)))) == {"policy_kl": 5}
 
 
 def test_entropy_is_compared_with_that_of_the_first_steps_however_long_ago() -> None:
