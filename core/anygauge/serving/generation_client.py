@@ -28,5 +28,5 @@ class GenerationClient:
     """Engines of other models than the one that is trained, by its name."""
     overlaps: bool = True
     """Whether engines generate while groups are scored."""
-    hold: Callable[[], None] | None = None
+    pause: Callable[[], None] | None = None
     """Lets new requests wait for the next update of weights; ``None`` if engines keep requests over it."""

@@ -64,14 +64,14 @@ class ServedEngines:
         """Return how requests get to the servers."""
         pools = self._servers.pools
         others = {model: pool for model, pool in pools.items() if model != POLICY}
-        hold = None if self._keeps_requests() else self._hold
-        return nullcontext(GenerationClient(pools[POLICY], self._loop, self.wait, others, hold=hold))
+        pause = None if self._keeps_requests() else self._pause
+        return nullcontext(GenerationClient(pools[POLICY], self._loop, self.wait, others, pause=pause))
 
     def _keeps_requests(self) -> bool:
         peers = [self._servers.serving[rank].peer for rank in self._servers.synced]
         return self._config.weight_sync.pause != "abort" and all(peer.keeps_requests for peer in peers)
 
-    def _hold(self) -> None:
+    def _pause(self) -> None:
         """Pause the servers for those who ask: nobody's request is in the way of the next update."""
         self._servers.mark(sorted(self._servers.synced), "paused")
 

@@ -89,7 +89,7 @@ class RolloutScheduler:
         self._scorer = None if client.overlaps else scorer
         self._events = client.loop
         self._wait = client.wait
-        self._hold = client.hold
+        self._pause_engines = client.pause
         self._config = config
         rollout = config.rollout
         self._versions = 1 if rollout.schedule == "one_step_off" else rollout.max_staleness
@@ -125,10 +125,10 @@ class RolloutScheduler:
         schedule = self._config.rollout.schedule
         if schedule == "one_step_off":
             self._wait(self._producer.finish_open(), "the groups of the next step")
-        elif schedule == "async" and self._hold is not None:
+        elif schedule == "async" and self._pause_engines is not None:
             # SGLang's own pause aborts them too, but looks only once a second whether all have ended.
             # An evaluation beside training would send its requests again at once.
-            self._hold()
+            self._pause_engines()
             self._wait(self._producer.pause(), "the engines to end their requests")
 
     def metrics(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a rollout scheduler waits for before a weight update."""
+"""Rollout scheduler before a weight update: what it waits for, and what it pauses."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Recorder:
         ("sync", False, []),
         ("one_step_off", False, ["finish open groups"]),
         ("async", True, []),
-        ("async", False, ["hold", "pause"]),
+        ("async", False, ["pause engines", "pause"]),
     ],
 )
-def test_engines_that_keep_no_requests_are_held_and_emptied(
+def test_engines_that_keep_no_requests_are_paused_and_emptied(
     schedule: str, keeps: bool, expected: list[str]
 ) -> None:
     recorder = Recorder()
 
-    def hold() -> None:
-        recorder.asked.append("hold")
+    def pause_engines() -> None:
+        recorder.asked.append("pause engines")
 
-    chosen: Callable[[], None] | None = None if keeps else hold
+    chosen: Callable[[], None] | None = None if keeps else pause_engines
     rollout = {"engine": "sglang", "schedule": schedule}
     config = Config.model_validate(
         {
@@ -61,7 +61,7 @@ def test_engines_that_keep_no_requests_are_held_and_emptied(
         def wait(work: Coroutine[Any, Any, Any], what: str) -> Any:
             return loop.run(work)
 
-        client = GenerationClient(cast("Generator", None), loop, wait, hold=chosen)
+        client = GenerationClient(cast("Generator", None), loop, wait, pause=chosen)
         scheduler = RolloutScheduler(cast("Producer", recorder), client, config, scorer=None, steps=1)
         scheduler.before_sync()
     assert recorder.asked == expected
