@@ -99,7 +99,7 @@ test-dist: dist $(DIST_VENV)/.installed ## install the wheels of dist/ alone; ru
 	  $$bin/python -m pytest -q --pyargs anygauge.testing.conformance --backend cpu
 
 docs: $(DOCS_VENV)/.installed ## build the documentation site in build/site; a broken link fails
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --clean
 
 docs-serve: $(DOCS_VENV)/.installed ## show the documentation site while its pages change
 	$(DOCS_VENV)/bin/mkdocs serve --livereload
