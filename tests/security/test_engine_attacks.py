@@ -88,7 +88,6 @@ def test_the_run_shows_the_right_key_with_every_request_for_generation(server: F
             assert await client.is_answering()
             assert await client.is_healthy()
             await client.abort()
-            await client.abort(["one"])
             assert await client.flush_cache()
             await client.move_memory("release", ["kv_cache"])
             await client.move_memory("resume", ["kv_cache"])

@@ -153,6 +153,7 @@ def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> Non
         loop.session.track(metrics, step=step)
         _log.info("step %d of %d: %s", step, total, summary(metrics))
         loop.session.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
+        loop.directory.check()  # the health file is written anew
         with save_if_unhealthy(loop, step, learnt=step > first):
             monitor.check(metrics, step)
         ends = step < total and should_stop()
