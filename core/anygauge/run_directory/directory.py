@@ -51,6 +51,8 @@ OWN = (
 """Names that a run and its trackers make in its directory, as patterns."""
 STEP = re.compile(rb'"(?:perf|rollout|train)/step"')
 """In the metrics of a step, unlike those of an evaluation."""
+AFTER_A_STEP = (HEALTH_FILE, "hf", "hf-step-*", "dumps")
+"""Names, as patterns, that no run has before its first step is done."""
 KEPT = (LOCK_FILE, INPUTS)
 """Names that say nothing of an earlier run: a program writes its data before the run takes the directory."""
 LISTED = 5
@@ -289,8 +291,10 @@ def _took_no_step(directory: Path) -> bool:
     """Return whether a run ended before its first step: it may start again with any config."""
     if not all((directory / name).is_file() for name in MARKS) or checkpoint_paths(directory / CHECKPOINTS):
         return False
+    if any(True for name in AFTER_A_STEP for _ in directory.glob(name)):
+        return False
     metrics = directory / METRICS_FILE
-    if not metrics.exists():
+    if not metrics.exists():  # as without the tracker jsonl
         return True
     with metrics.open("rb") as lines:
         return not any(map(STEP.search, lines))

@@ -173,8 +173,11 @@ class Servers:
             return self._source.reports()
 
     def take_idle(self) -> int:
-        """Return how many servers got no request since the last call."""
-        return self._loop.run(_take_idle(self.pools.values()))
+        """Return how many servers of the policy got no request since the last call.
+
+        Others, such as a judge, are asked by rollout functions, and may have nothing to do.
+        """
+        return self._loop.run(_take_idle(self.pool))
 
     def describe(self) -> str:
         """Return how each server is, for an error."""
@@ -218,8 +221,8 @@ async def _join(
         )
 
 
-async def _take_idle(pools: Iterable[EnginePool]) -> int:
-    return sum(len(pool.take_idle()) for pool in pools)
+async def _take_idle(pool: EnginePool) -> int:
+    return len(pool.take_idle())
 
 
 async def _reports(pools: Iterable[EnginePool]) -> Mapping[str, EngineReport]:

@@ -96,7 +96,11 @@ def train_started(
     started.processes.times.note("data")
     facts = plugins.environment()
     directory = started.directory.open(facts)
-    state = RunState(run_info(loaded, directory.path, facts), source=inputs.source.state_dict())
+    state = RunState(
+        run_info(loaded, directory.path, facts),
+        source=inputs.source.state_dict(),
+        best=config.save.best,
+    )
     if directory.checkpoint is not None:
         fresh = state.source
         state.restore(directory.checkpoint.state)

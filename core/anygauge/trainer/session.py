@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -65,7 +66,7 @@ class Session:
     def track(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Give metrics of a step to every tracker, and note that of ``save.best``."""
         best = self.config.save.best
-        if best is not None and best in metrics:
+        if best is not None and math.isfinite(metrics.get(best, math.nan)):
             self.state.scores[step] = metrics[best]
         for tracker in self.trackers:
             tracker.log(metrics, step=step)

@@ -23,8 +23,10 @@ class RunState:
     """State of the data source after drawing exactly the prompts of the finished steps."""
     rollout: Mapping[str, Any] = field(default_factory=dict)
     """State of the rollout scheduler at that step; empty without one."""
+    best: str | None = None
+    """Metric of ``save.best``."""
     scores: dict[int, float] = field(default_factory=dict)
-    """Value of ``save.best`` by step."""
+    """Value of that metric by step."""
 
     def finish_step(self, step: int) -> None:
         """Record that a step is done."""
@@ -33,7 +35,8 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of it."""
         saved = {"step": self.info.step, "version": self.version, "source": dict(self.source)}
-        saved |= {"scores": list(self.scores.items())} if self.scores else {}
+        if self.scores:
+            saved |= {"best": self.best, "scores": list(self.scores.items())}
         return {**saved, "rollout": dict(self.rollout)} if self.rollout else saved
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -42,4 +45,5 @@ class RunState:
         self.version = saved["version"]
         self.source = saved["source"]
         self.rollout = saved.get("rollout", {})
-        self.scores.update(saved.get("scores", ()))
+        if saved.get("best") == self.best:  # a resume may change it
+            self.scores.update(saved.get("scores", ()))

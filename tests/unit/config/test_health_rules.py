@@ -51,6 +51,19 @@ def test_the_schedule_says_how_old_weights_may_be(rollout: dict[str, Any], limit
     assert health_limits(config(rollout=rollout))["stale_weights"].value == limit
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "limit"),
+    [
+        ({}, 0.95),
+        ({"advantage": "reinforce_plus_plus"}, None),
+        ({"advantage": "on_policy_distillation"}, None),
+        ({"distill_kl_coef": 0.1}, None),
+    ],
+)
+def test_groups_of_equal_rewards_may_teach_something(algorithm: dict[str, Any], limit: float | None) -> None:
+    assert health_limits(config(algorithm=algorithm))["no_signal"].value == limit
+
+
 def test_a_limit_of_the_config_takes_the_place_of_the_table() -> None:
     own = health_limits(config(health={"limits": {"truncation": 0.8, "idle_devices": None}}))
     usual = health_limits(config())

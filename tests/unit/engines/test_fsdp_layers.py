@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from anygauge.engines.fsdp.attention import ATTENTION, packing_arguments, register_attention
+from anygauge.engines.fsdp.attention import ATTENTION, _Attention, packing_arguments, register_attention
 from anygauge.engines.fsdp.layers import _Joined, find_table_layers
 from anygauge.kernels import reference
 from anygauge.kernels.table import KernelTable, resolve_kernels
@@ -169,6 +169,14 @@ def test_hooks_of_linear_layers_are_called(kernels: KernelTable, name: str) -> N
     expected = results(model)[0]
     layers.bind(kernels, torch.float32)
     torch.testing.assert_close(results(model)[0], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", [{"softcap": 2.0}, {"sliding_window": 2, "is_causal": False}])
+def test_sinks_that_no_path_computes_are_refused(kernels: KernelTable, given: dict[str, Any]) -> None:
+    x = torch.ones(1, 2, 4, 8)
+    packing = packing_arguments(torch.tensor([0, 4], dtype=torch.int32), [4])
+    with pytest.raises(NotImplementedError, match="sinks"):
+        _Attention(kernels)(None, x, x, x, None, s_aux=torch.ones(2), **packing, **given)
 
 
 @pytest.mark.parametrize("needed", [(True, True, True), (True, False, False), (False, True, False)])

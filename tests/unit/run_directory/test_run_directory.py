@@ -473,6 +473,16 @@ def test_a_run_that_took_no_step_starts_again_with_any_config(
         assert tomllib.loads((tmp_path / "run/config.toml").read_text())["algorithm"]["advantage"] == "rloo"
 
 
+@pytest.mark.parametrize("name", ["health.json", "hf", "hf-step-8", "dumps"])
+def test_a_run_without_metrics_has_taken_a_step_if_it_wrote_what_follows_one(
+    tmp_path: Path, name: str
+) -> None:
+    opened(make_config(tmp_path, run__trackers=[]))
+    (tmp_path / "run" / name).mkdir()
+    with pytest.raises(CheckpointError, match="is not empty"):
+        opened(make_config(tmp_path, run__trackers=[]))
+
+
 @pytest.mark.parametrize("has_checkpoint", [False, True])
 def test_a_run_that_took_a_step_does_not(tmp_path: Path, has_checkpoint: bool) -> None:
     config = make_config(tmp_path)

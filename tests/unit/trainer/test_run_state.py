@@ -14,6 +14,8 @@ from anygauge.trainer.state import RunState
 from anygauge_hooks.errors import DataError
 from anygauge_hooks.types import RunInfo
 
+BEST = "eval/held-out"
+
 
 def info() -> RunInfo:
     return RunInfo(name="r", directory="r", backend="cpu", total_steps=9, config=config())
@@ -21,7 +23,7 @@ def info() -> RunInfo:
 
 def config(**run: Any) -> Config:
     tree = {"run": {"name": "r", **run}, "model": "m", "data": {"train": ["d.jsonl"]}}
-    return Config.model_validate({**tree, "save": {"best": "eval/held-out"}})
+    return Config.model_validate({**tree, "save": {"best": BEST}})
 
 
 class Source:
@@ -34,15 +36,19 @@ class Source:
 
 def test_a_score_is_that_of_the_metric_and_survives_a_resume() -> None:
     session: Any = Session.__new__(Session)
-    session.config, session.state, session.trackers = config(), RunState(info()), ()
+    session.config, session.state, session.trackers = config(), RunState(info(), best=BEST), ()
     session.track({"eval/held-out": 0.25, "eval/other": 1.0}, step=0)
     session.track({"train/loss": 1.0}, step=1)
     session.track({"eval/held-out": 0.5}, step=2)
+    session.track({"eval/held-out": float("nan")}, step=3)
     assert session.state.scores == {0: 0.25, 2: 0.5}
-    again = RunState(info())
+    again = RunState(info(), best=BEST)
     scores = again.scores
     again.restore(session.state.state_dict())
     assert scores == {0: 0.25, 2: 0.5}  # what the writer of checkpoints holds
+    other = RunState(info(), best="train/loss")
+    other.restore(session.state.state_dict())
+    assert other.scores == {}, "a resume may name another metric"
 
 
 def test_other_data_begin_where_the_resume_accepts_them(caplog: pytest.LogCaptureFixture) -> None:

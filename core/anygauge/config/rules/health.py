@@ -22,6 +22,8 @@ class Limits:
     error: float | None
 
 
+WITHOUT_GROUPS = ("reinforce_plus_plus", "on_policy_distillation")
+"""Estimators that do not compare the samples of a prompt; with ``gae`` the rule takes all of a step."""
 LOGPROBS = {"float32": Limits(1e-4, 1e-3), "bfloat16": Limits(0.15, 0.3)}
 """Far above rounding: correct models differ by 1e-6 in float32, and even random weights of 4B parameters by
 no more than 0.09 in bfloat16."""
@@ -34,6 +36,8 @@ def health_limits(config: Config) -> dict[RuleName, Limit]:
         note, value = "", rule.limit
         if rule.name == "stale_weights":
             note, value = f'rollout.schedule = "{config.rollout.schedule}"', oldest_weights(config)
+        if rule.name == "no_signal" and learns_without_groups(config):
+            note, value = f'algorithm.advantage = "{config.algorithm.advantage}"', None
         if rule.name in own:
             note, value = "", own[rule.name]
         found[rule.name] = Limit(value, f"health.limits.{rule.name}", note)
@@ -67,6 +71,12 @@ def oldest_weights(config: Config) -> float | None:
     if rollout.schedule == "one_step_off":
         return 1.0
     return None if rollout.partial_rollout else 0.0
+
+
+def learns_without_groups(config: Config) -> bool:
+    """Return whether groups of equal rewards teach: by a teacher, or beside those of other prompts."""
+    algorithm = config.algorithm
+    return algorithm.advantage in WITHOUT_GROUPS or algorithm.distill_kl_coef > 0
 
 
 def computing_dtype(config: Config) -> str:

@@ -85,6 +85,8 @@ class _Attention:
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         window = sliding_window if sliding_window and sliding_window < max(lengths) else None
         if softcap is not None or (window is not None and not causal):
+            if s_aux is not None:
+                raise NotImplementedError("the model has sinks beside a soft cap, or a window to both sides")
             parts = zip(*(each.split(list(lengths)) for each in (q, k, v)), strict=True)
             done = [_attend(q, k, v, scale, causal, window, softcap) for q, k, v in parts]
             return torch.cat(done)[None], None
