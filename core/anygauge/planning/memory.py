@@ -354,7 +354,9 @@ def phases(
         return {"generate": (train.state, 0.0), "train": (train.peak, 0.0)}
     if is_embedded:
         assert server is not None
-        return {"generate": (train.state, own), "train": (train.peak, server.weights)}
+        # the trainer's memory has the engine's weights among others
+        weights = server.weights
+        return {"generate": (train.state - weights, own), "train": (train.peak - weights, weights)}
     assert server is not None
     if not sleeps:
         return {"generate": (train.state, own), "train": (train.peak, own)}

@@ -291,6 +291,10 @@ def test_an_embedded_engine_is_in_the_memory_of_its_trainer() -> None:
     _, plan = plan_of(DENSE)
     assert plan.train.others == plan.server.weights == 2 * read_shape(DENSE).parameters  # type: ignore[union-attr]
     assert plan.layout.devices == 1
+    assert sum(plan.phases["train"]) == plan.fullest == plan.train.peak
+    assert plan.phases["train"][1] == plan.server.weights  # type: ignore[union-attr]
+    own = plan.train.weights + plan.train.masters + plan.train.gradients + plan.train.moments
+    assert plan.phases["generate"] == (own, plan.server.total)  # type: ignore[union-attr]
     _, sft = plan_of(DENSE, run={"name": "t", "task": "sft"}, reward={})
     assert (sft.train.others, sft.server) == (0, None)
     assert "generate" not in sft.seconds
