@@ -7,7 +7,8 @@ import os
 import shlex
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from anygauge.strict_json import parse_json
 
 if TYPE_CHECKING:
     from anygauge.cli.recipe import DataFacts, Machine, ModelFacts
+    from anygauge.config import Config
     from anygauge.planning.choose import Choice
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -73,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     _check_out(out, force=args.force)
     model, hf, how = _model(args.model)
     supported = _check_engine(args.engine, hf)
+    model = replace(model, accepts=_division_of(hf))
     machine = _machine(args)
     options = {"task": args.task, "engine": args.engine, "command": _command(args)}
     text = recipe(model, _data(args.data), machine, **options)
@@ -190,6 +193,20 @@ def _check_engine(engine: str | None, hf: Mapping[str, Any]) -> list[str]:
         f"{names} is not supported by train.engine = {chosen!r}: {reasons[chosen]}",
         hint=f"Write {others}, which supports it." if others else "docs/models.md shows how to add a family.",
     )
+
+
+def _division_of(hf: Mapping[str, Any]) -> Callable[[Config], bool]:
+    """Return whether a config divides a model as its train engine can."""
+    from anygauge.config.rules.model import division_rule
+    from anygauge.plugins import load_plugins
+
+    plugins = load_plugins()
+
+    def accepts(config: Config) -> bool:
+        problems = division_rule("model.path", config, hf, plugins)
+        return not any(problem.path.startswith("train.parallel") for problem in problems)
+
+    return accepts
 
 
 def _cached(text: str) -> Path | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from anygauge.cli.devices import DeviceFacts, add_device_arguments, device_facts
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from anygauge.api.start import Loaded
     from anygauge.config import Config
     from anygauge.planning.plan import Plan
+    from anygauge.plugins import Plugins
 
 __all__ = ["HELP", "add_arguments", "dry_run_plan", "planned", "run"]
 
@@ -86,12 +87,13 @@ def dry_run_plan(loaded: Loaded, *, is_probed: bool) -> Iterator[str]:
 def planned(loaded: Loaded, facts: DeviceFacts) -> tuple[Config, Plan]:
     """Return a config with paths of this host, and its plan.
 
-    :raises ConfigError: The model's ``config.json`` is not here, or does not tell its sizes.
+    :raises ConfigError: The model's ``config.json`` is not here or does not tell its sizes, or the model
+        cannot be divided as the config says.
     """
     from anygauge.config.rules.algorithm import has_critic, reads_old_log_probs
     from anygauge.hub import localized
     from anygauge.observability.host import read_memory
-    from anygauge.planning.model_sizes import model_shape
+    from anygauge.planning.model_sizes import model_shape, read_config
     from anygauge.planning.plan import HOST_DEVICES, Assumptions, make_plan
     from anygauge.planning.rates import RATES
 
@@ -107,8 +109,21 @@ def planned(loaded: Loaded, facts: DeviceFacts) -> tuple[Config, Plan]:
         reads_old_log_probs=reads_old_log_probs(config, plugins),
         has_critic=has_critic(config, plugins),
     )
-    shape = model_shape(localized(config, download=False).model.path)
-    return config, make_plan(config, shape, given)
+    directory = localized(config, download=False).model.path
+    hf = read_config(directory)
+    _check_division(config, hf, plugins)
+    return config, make_plan(config, model_shape(directory, hf), given)
+
+
+def _check_division(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> None:
+    from anygauge.config.rules.model import division_rule
+    from anygauge_hooks.errors import ConfigError
+
+    problems = division_rule("model.path", config, hf, plugins)
+    lines = [f"{problem.path}: found {problem.found!r}; {problem.hint}" for problem in problems]
+    if lines:
+        hint = "`anygauge keys WORD` explains the keys that have a word."
+        raise ConfigError("\n  ".join(["The config does not fit its model:", *lines]), hint=hint)
 
 
 def _warn(warnings: Sequence[str]) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anygauge.planning.choose import Choice, Wishes, choose
+from anygauge.planning.choose import Choice, Wishes, any_config, choose
 from anygauge.planning.plan import Assumptions
 from anygauge.planning.rates import RATES
 from anygauge.planning.shape import ModelShape, read_shape
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import text_config
+
+if TYPE_CHECKING:
+    from anygauge.config import Config
 
 __all__ = [
     "DataFacts",
@@ -74,6 +77,8 @@ class ModelFacts:
     """Whether it takes images, as far as is known."""
     shape: ModelShape | None = None
     """Its sizes, if its ``config.json`` tells them all."""
+    accepts: Callable[[Config], bool] = any_config
+    """Whether the train engine can divide it as a config says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,10 +269,10 @@ def choice_of(model: ModelFacts, machine: Machine, *, task: str, engine: str | N
         has_servers=machine.has_servers,
         **_batch_sizes(model, machine, task),
     )
-    chosen = choose(model.shape, wishes, given)
+    chosen = choose(model.shape, wishes, given, model.accepts)
     if chosen.fits or machine.has_servers or task == "sft":
         return chosen
-    return choose(model.shape, replace(wishes, has_servers=True), given)
+    return choose(model.shape, replace(wishes, has_servers=True), given, model.accepts)
 
 
 def _chosen(choice: Choice | None, machine: Machine) -> dict[str, Any]:

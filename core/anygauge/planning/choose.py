@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import ceil, log
@@ -16,7 +16,7 @@ from anygauge.serving.sglang.defaults import SPARE_CACHE
 if TYPE_CHECKING:
     from anygauge.config import Config
 
-__all__ = ["Choice", "Wishes", "choose"]
+__all__ = ["Choice", "Wishes", "any_config", "choose"]
 
 MODES = {"megatron": ("none", "elementwise", "full"), "fsdp": ("none", "full")}
 MICRO_BATCHES = (16_384, 8192, 4096, 2048, 1024)
@@ -69,12 +69,20 @@ class Choice:
         return {name: size for name, size in sizes.items() if size > 1}
 
 
-def choose(shape: ModelShape, wishes: Wishes, given: Assumptions) -> Choice:
+def any_config(config: Config) -> bool:
+    """Accept every config: the train engine has no rules for the model."""
+    return True
+
+
+def choose(
+    shape: ModelShape, wishes: Wishes, given: Assumptions, accepts: Callable[[Config], bool] = any_config
+) -> Choice:
     """Return the layout that trains fastest and fits; if none fits, the one that needs least memory.
 
     :param given: With rates; those of one kind of GPU order the layouts for all kinds.
+    :param accepts: Whether the train engine can divide the model as a config says.
     """
-    choices = list(_choices(shape, wishes, given))
+    choices = list(_choices(shape, wishes, given, accepts))
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
         # of layouts that need the same, the later ones recompute more
@@ -88,7 +96,9 @@ def _preference(choice: Choice) -> tuple[int, int, float]:
     return percents, -choice.micro_batch, choice.plan.needed
 
 
-def _choices(shape: ModelShape, wishes: Wishes, given: Assumptions) -> Iterator[Choice]:
+def _choices(
+    shape: ModelShape, wishes: Wishes, given: Assumptions, accepts: Callable[[Config], bool]
+) -> Iterator[Choice]:
     longest = wishes.prompt_tokens + wishes.response_tokens
     micro_batches = [tokens for tokens in MICRO_BATCHES if tokens >= longest] or [longest]
     servers = _server_devices(shape, wishes, given)
@@ -96,6 +106,8 @@ def _choices(shape: ModelShape, wishes: Wishes, given: Assumptions) -> Iterator[
         for recompute, micro_batch in product(MODES[wishes.engine], micro_batches):
             sizes = {"tensor": tensor, "expert": expert}
             config = _config(wishes, sizes, recompute, micro_batch, servers)
+            if not accepts(config):
+                break  # neither recompute nor micro-batches decide it
             plan = make_plan(config, shape, given)
             yield Choice(
                 **sizes, recompute=recompute, micro_batch=micro_batch, server_devices=servers, plan=plan

@@ -13,7 +13,7 @@ from anygauge.planning.shape import ModelShape, read_shape
 from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["model_shape"]
+__all__ = ["model_shape", "read_config"]
 
 LENGTH_BYTES = 8
 """Size of the length field at the start of a safetensors file."""
@@ -21,21 +21,31 @@ EXPLAINED = 0.01
 """Part of the stored parameters that small tensors, such as biases and norms of heads, may have."""
 
 
-def model_shape(directory: Path) -> ModelShape:
-    """Return the sizes of a model.
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the content of a model's ``config.json``.
 
-    :raises ConfigError: Its ``config.json`` cannot be read, or lacks a size.
+    :raises ConfigError: It cannot be read.
     """
     try:
         hf = read_json(directory / "config.json")
         if not isinstance(hf, dict):
             raise ValueError("it is not an object")
+        return hf
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"A plan needs the sizes of {directory}, whose config.json cannot be read: {reason}.",
             hint="Name a Hugging Face directory, or a model that is in the cache.",
         ) from error
+
+
+def model_shape(directory: Path, hf: Mapping[str, Any]) -> ModelShape:
+    """Return the sizes of a model.
+
+    :param directory: Where its weight files are, if they are here.
+    :param hf: Content of its ``config.json``.
+    :raises ConfigError: It lacks a size.
+    """
     shape = read_shape(hf)
     stored = _stored_parameters(directory)
     if stored - shape.parameters <= EXPLAINED * stored:

@@ -412,6 +412,16 @@ def test_sizes_follow_from_the_memory_of_the_devices(
     assert (*found, config.rollout.engine) == chosen
 
 
+def test_a_model_with_norms_over_all_heads_is_not_divided_among_tensor_ranks() -> None:
+    """Another model of its size is, on devices so small."""
+    olmo = {**QWEN3_8B, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "rms_norm_eps": 1e-6}
+    for name, hf, tensor in (("qwen", QWEN3_8B, 2), ("olmo", olmo | {"rope_theta": 500_000}, 1)):
+        make_model(name, hf)
+        options = ["--model", name, "--backend", "cuda", "--devices", "8", "--device-memory", "64", "--force"]
+        assert main(["init", *options]) == 0
+        assert load_alone("cuda").train.parallel.tensor == tensor
+
+
 def test_device_memory_that_nobody_tells_is_assumed_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     make_model("mine", QWEN3_8B)
     assert main(["init", "--model", "mine", "--backend", "npu", "--devices", "16"]) == 0

@@ -149,6 +149,19 @@ def test_what_is_asked_for_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
     assert "A plan needs the sizes of model" in capsys.readouterr().err
 
 
+def test_a_division_that_the_train_engine_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    olmo = {**QWEN3_4B, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "rms_norm_eps": 1e-6}
+    olmo["rope_theta"] = 500_000
+    Path("model/config.json").write_text(json.dumps(olmo))
+    two = ["--train.parallel.tensor", "2", "--placement.train_workers", "2"]
+    assert plan(*two) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "train.parallel.tensor: found 2; the model normalizes queries and keys over all" in printed.err
+    assert printed.err.endswith("[AG201]\n")
+    assert plan("--placement.train_workers", "2") == 0
+
+
 def test_the_head_of_a_dry_run_is_the_short_form(capsys: pytest.CaptureFixture[str]) -> None:
     dry = ["train", "c.toml", "--dry-run", "--no-file-check", "--backend", "cuda"]
     assert main(dry) == 0

@@ -15,6 +15,7 @@ import pytest
 from anygauge.config import LoadedConfig
 from anygauge.config.rules.architecture import architecture_hints
 from anygauge.config.same_model import differing_keys
+from anygauge.config.schema import Parallel
 from anygauge.engines.megatron import plugin as megatron
 from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks import hookimpl
@@ -285,6 +286,18 @@ def test_adapters_need_a_text_model_whose_other_weights_stay(
         ConfigError, match=r"moe_router_bias_update_rate: .*change the weights below the adap"
     ):
         load({}, [rate, "--train.lora.rank=2"])
+
+
+@pytest.mark.parametrize("family", ["olmo2", "olmo3"])
+def test_heads_that_are_normalized_as_one_are_not_divided(load: Load, family: str) -> None:
+    spec, check = FAMILIES[family], MEGATRON.check_model
+    assert check is not None
+    one = load({}, ["--placement.train_workers=2"]).config
+    assert not list(check(one, "model.path", spec, spec.tiny()))
+    two = one.model_copy(update={"train": one.train.model_copy(update={"parallel": Parallel(tensor=2)})})
+    [problem] = check(two, "model.path", spec, spec.tiny())
+    assert (problem.path, problem.found) == ("train.parallel.tensor", 2)
+    assert "normalizes queries and keys over all heads" in problem.hint
 
 
 def test_each_role_has_options_of_its_own_experts(

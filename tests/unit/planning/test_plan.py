@@ -15,7 +15,7 @@ import anygauge_models
 from anygauge.config import Config
 from anygauge.planning.fit import check_fit, plan_warnings
 from anygauge.planning.memory import GIB
-from anygauge.planning.model_sizes import model_shape
+from anygauge.planning.model_sizes import model_shape, read_config
 from anygauge.planning.plan import Assumptions, Plan, make_plan
 from anygauge.planning.rates import RATES
 from anygauge.planning.shape import ModelShape, read_shape
@@ -131,19 +131,18 @@ def test_a_size_that_is_missing_is_named() -> None:
 
 
 def test_what_the_sizes_do_not_explain_is_another_part(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DENSE))
-    assert model_shape(tmp_path).others == 0
+    assert model_shape(tmp_path, DENSE).others == 0
     shapes = {"tower": [500_000_000], "model": [4, 1_005_000_000]}
     header = json.dumps({name: {"shape": shape} for name, shape in shapes.items()}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    shape = model_shape(tmp_path)
+    shape = model_shape(tmp_path, DENSE)
     assert shape.parameters == 4_520_000_000
     assert shape.others == pytest.approx(0.498e9, rel=0.01)
     with pytest.raises(ConfigError, match=r"config\.json cannot be read: No such file or directory\.\n"):
-        model_shape(tmp_path / "none")
+        read_config(tmp_path / "none")
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read: it is not an object\.\n"):
-        model_shape(tmp_path)
+        read_config(tmp_path)
 
 
 # -------------------------------------------------------------------------

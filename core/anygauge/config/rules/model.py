@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from anygauge_hooks.media import MediaKind
     from anygauge_hooks.models import ModelSpec
 
-__all__ = ["model_rules"]
+__all__ = ["division_rule", "model_rules"]
 
 Problems = Iterator[ConfigProblem]
 
@@ -166,6 +166,22 @@ def _architecture(path: str, config: Config, hf: Mapping[str, Any], plugins: Plu
     yield from (ConfigProblem(path=path, found=str(value), hint=hint) for hint in hints)
     if not hints and engine is not None and engine.check_model is not None:
         yield from engine.check_model(config, path, spec, hf)
+
+
+def division_rule(path: str, config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
+    """Yield keys that do not fit a model in its train engine, without importing torch.
+
+    Nothing is said about a model that the engine cannot build: :func:`model_rules` tells why.
+    """
+    try:
+        spec = family(plugins, hf, config.train.engine)
+        engine = _train_engine(config, plugins)
+        if engine is None or engine.check_model is None or architecture_hints(spec, hf):
+            return
+        problems = list(engine.check_model(config, path, spec, hf))
+    except (AnygaugeError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError):
+        return
+    yield from problems
 
 
 def _train_engine(config: Config, plugins: Plugins) -> TrainEngineSpec | None:

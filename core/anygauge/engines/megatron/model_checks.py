@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
+    from anygauge_hooks.megatron import LayerKind
     from anygauge_hooks.models import ModelSpec
 
 __all__ = ["check_model", "model_problems"]
@@ -51,7 +53,9 @@ def check_model(config: Any, key: str, spec: ModelSpec, hf: Mapping[str, Any]) -
     role = key.split(".")[0]
     architecture = megatron_model(spec).transformer_config(hf)
     train = config.train if role == "model" else divided(config, role).train
-    for problem in model_problems(train.parallel, architecture, train.megatron):
+    kinds = megatron_model(spec).layers(hf)
+    sizes = model_problems(train.parallel, architecture, train.megatron)
+    for problem in chain(sizes, _wide_norms(train.parallel, kinds)):
         yield problem if role == "model" else of_role(problem, config, role)
     for table, options in _tables(config, role):
         yield from _expert_options(table, options, key, architecture)
@@ -92,6 +96,16 @@ def model_problems(sizes: Parallel, architecture: Mapping[str, Any], options: Ma
         yield from _layout(sizes, layers, options)
     else:
         yield from _uneven(sizes, layers, {name: options[name] for name in _ENDS if name in options})
+
+
+def _wide_norms(sizes: Parallel, kinds: Sequence[LayerKind]) -> Problems:
+    """Yield a division of heads that are normalized as one."""
+    if sizes.tensor > 1 and any(kind.wide_qk_norm for kind in kinds):
+        hint = (
+            "the model normalizes queries and keys over all heads, which tensor parallelism would divide; "
+            "leave it at 1 and use pipeline, context or data parallelism"
+        )
+        yield size_problem(sizes, "tensor", hint)
 
 
 def _lora(config: Config, key: str, spec: ModelSpec, hf: Mapping[str, Any]) -> Problems:
