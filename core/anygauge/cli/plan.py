@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from anygauge.api.start import Loaded
     from anygauge.config import Config
     from anygauge.planning.plan import Plan
+    from anygauge.planning.shape import ModelShape
     from anygauge.plugins import Plugins
 
 __all__ = ["HELP", "add_arguments", "dry_run_plan", "planned", "run"]
@@ -90,14 +91,15 @@ def planned(loaded: Loaded, facts: DeviceFacts) -> tuple[Config, Plan]:
     :raises ConfigError: The model's ``config.json`` is not here or does not tell its sizes, or the model
         cannot be divided as the config says.
     """
-    from anygauge.config.rules.algorithm import has_critic, reads_old_log_probs
+    from anygauge.config.rules.algorithm import reads_old_log_probs
     from anygauge.hub import localized
     from anygauge.observability.host import read_memory
-    from anygauge.planning.model_sizes import model_shape, read_config
     from anygauge.planning.plan import HOST_DEVICES, Assumptions, make_plan
     from anygauge.planning.rates import RATES
 
     config, plugins, backend = loaded.config.config, loaded.plugins, loaded.config.backend
+    here = localized(config, download=False)
+    shape = _shape("model.path", here, plugins)
     shared = min(config.placement.train_workers, HOST_DEVICES) if facts.is_host else 1
     given = Assumptions(
         backend=backend.name,
@@ -107,19 +109,38 @@ def planned(loaded: Loaded, facts: DeviceFacts) -> tuple[Config, Plan]:
         gpu=facts.gpu,
         rates=RATES.get(facts.gpu or ""),
         reads_old_log_probs=reads_old_log_probs(config, plugins),
-        has_critic=has_critic(config, plugins),
+        critic=_critic_shape(here, shape, plugins),
     )
-    directory = localized(config, download=False).model.path
-    hf = read_config(directory)
-    _check_division(config, hf, plugins)
-    return config, make_plan(config, model_shape(directory, hf), given)
+    return config, make_plan(config, shape, given)
 
 
-def _check_division(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> None:
+def _critic_shape(config: Config, policy: ModelShape, plugins: Plugins) -> ModelShape | None:
+    from anygauge.config.rules.algorithm import has_critic
+
+    if not has_critic(config, plugins):
+        return None
+    return policy if config.critic.path is None else _shape("critic.path", config, plugins)
+
+
+def _shape(key: str, config: Config, plugins: Plugins) -> ModelShape:
+    """Return the sizes of the model that a key names.
+
+    :raises ConfigError: It has none, or cannot be divided as the config says.
+    """
+    from anygauge.config.roles import as_language_model
+    from anygauge.planning.model_sizes import model_shape, read_config
+
+    directory = getattr(config, key.split(".")[0]).path
+    hf = as_language_model(read_config(directory))
+    _check_division(key, config, hf, plugins)
+    return model_shape(directory, hf)
+
+
+def _check_division(key: str, config: Config, hf: Mapping[str, Any], plugins: Plugins) -> None:
     from anygauge.config.rules.model import division_rule
     from anygauge_hooks.errors import ConfigError
 
-    problems = division_rule("model.path", config, hf, plugins)
+    problems = division_rule(key, config, hf, plugins)
     lines = [f"{problem.path}: found {problem.found!r}; {problem.hint}" for problem in problems]
     if lines:
         hint = "`anygauge keys WORD` explains the keys that have a word."

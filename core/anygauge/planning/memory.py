@@ -29,6 +29,7 @@ __all__ = [
     "phases",
     "server_memory",
     "spare_when_both_awake",
+    "state_bytes",
     "train_memory",
 ]
 
@@ -111,22 +112,16 @@ def train_memory(
     device_bytes: float | None,
     master_bytes: int,
     others: float = 0.0,
-    models: int = 1,
 ) -> TrainMemory:
     """Return the memory of the fullest training rank at its peak.
 
     :param device_bytes: Memory of a device, which the default of ``train.loss_memory_gib`` depends on.
     :param master_bytes: See :attr:`anygauge_hooks.types.BackendSpec.master_weight_bytes`.
-    :param others: Bytes of an embedded engine's weights.
-    :param models: 2 with a critic, whose state is counted like the policy's.
+    :param others: Bytes of an embedded engine's weights, and of a critic's state.
     """
-    if config.train.engine == "fsdp":
-        state = _fsdp_state(config, layout, batches)
-    else:
-        state = _megatron_state(config, layout, master_bytes)
+    state = state_bytes(config, layout, batches, master_bytes=master_bytes)
     activations = _activations(config, shape, layout, batches)
     loss = _loss(config, shape, layout, batches)
-    others += (models - 1) * sum(state.values())
     known = sum(state.values()) + others + activations.waiting
     kept = min(loss.logits, _budget(config, device_bytes, known))
     # The loss works while all activations wait. Gradients grow as a backward pass frees them.
@@ -143,6 +138,13 @@ def train_memory(
 
 def _itemsize(config: Config) -> int:
     return 4 if (config.train.dtype or "float32") == "float32" else 2
+
+
+def state_bytes(config: Config, layout: Layout, batches: Batches, *, master_bytes: int) -> dict[str, float]:
+    """Return the memory that a trained model takes between steps, by field of :class:`TrainMemory`."""
+    if config.train.engine == "fsdp":
+        return _fsdp_state(config, layout, batches)
+    return _megatron_state(config, layout, master_bytes)
 
 
 def _megatron_state(config: Config, layout: Layout, master_bytes: int) -> dict[str, float]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from anygauge.config.roles import critic_config
 from anygauge.config.rules.algorithm import compares
 from anygauge.planning.batches import Batches, make_batches
 from anygauge.planning.layout import Layout, make_layout
@@ -16,6 +17,7 @@ from anygauge.planning.memory import (
     phases,
     server_memory,
     spare_when_both_awake,
+    state_bytes,
     train_memory,
 )
 from anygauge.planning.rates import Rates
@@ -47,7 +49,8 @@ class Assumptions:
     """``None`` where no rates of this device were measured."""
     reads_old_log_probs: bool = False
     """Whether something reads the policy's log-probs before its first optimizer step."""
-    has_critic: bool = False
+    critic: ModelShape | None = None
+    """Sizes of the critic as a language model; ``None`` without one."""
     is_plain_batch: bool = False
     """Whether all samples have one length that attention takes as a plain batch, as in a benchmark."""
 
@@ -94,7 +97,7 @@ def make_plan(config: Config, shape: ModelShape, given: Assumptions) -> Plan:
 
     :param config: Checked: its sizes fit each other.
     """
-    layout = make_layout(config, shape)
+    layout, critic = make_layout(config, shape), _critic(config, given)
     batches = make_batches(config, layout)
     memory = given.device_bytes
     server = server_memory(config, shape, layout, batches, device_bytes=memory)
@@ -105,8 +108,7 @@ def make_plan(config: Config, shape: ModelShape, given: Assumptions) -> Plan:
         batches,
         device_bytes=memory,
         master_bytes=given.master_bytes,
-        others=_engine_weights(layout, server),
-        models=2 if given.has_critic else 1,
+        others=_engine_weights(layout, server) + (critic.state(batches, given) if critic else 0.0),
     )
     spare = None
     if layout.is_colocated and server is not None and memory is not None:
@@ -128,11 +130,39 @@ def make_plan(config: Config, shape: ModelShape, given: Assumptions) -> Plan:
         sleeps=sleeps,
         spare=spare,
         host_asleep=_host_bytes(config, layout, train, sleeps=sleeps),
-        checkpoint=_checkpoint_bytes(config, shape, layout),
-        export=2.0 * shape.parameters,
+        checkpoint=_checkpoint_bytes(config, shape, layout) + (critic.checkpoint if critic else 0.0),
+        export=2.0 * (shape.parameters + (critic.shape.parameters if critic else 0)),
         seconds=parts,
         total_seconds=total_seconds(config, parts) if parts else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Critic:
+    """Critic: a model of its own, trained in full beside the policy."""
+
+    config: Config
+    """See :func:`anygauge.config.roles.critic_config`."""
+    shape: ModelShape
+    layout: Layout
+
+    def state(self, batches: Batches, given: Assumptions) -> float:
+        """Return its bytes on the fullest training rank."""
+        parts = state_bytes(self.config, self.layout, batches, master_bytes=given.master_bytes)
+        return sum(parts.values())
+
+    @property
+    def checkpoint(self) -> float:
+        """Bytes of its part of a checkpoint."""
+        return _checkpoint_bytes(self.config, self.shape, self.layout)
+
+
+def _critic(config: Config, given: Assumptions) -> _Critic | None:
+    if given.critic is None:
+        return None
+    # A value head of one row replaces the output layer: the embedding remains, as of a tied model.
+    own, shape = critic_config(config), replace(given.critic, is_tied=True)
+    return _Critic(own, shape, make_layout(own, shape))
 
 
 def _engine_weights(layout: Layout, server: ServerMemory | None) -> float:

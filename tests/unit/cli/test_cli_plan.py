@@ -162,6 +162,33 @@ def test_a_division_that_the_train_engine_refuses(capsys: pytest.CaptureFixture[
     assert plan("--placement.train_workers", "2") == 0
 
 
+def test_a_critic_has_a_size_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("critic").mkdir()
+    reward_model = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+    hf = {**QWEN3_4B, **reward_model, "num_hidden_layers": 9}
+    Path("critic/config.json").write_text(json.dumps(hf))
+
+    def others(*options: str) -> float:
+        assert plan("--json", "--train.loss_memory_gib", "1", *options) == 0
+        found: float = json.loads(capsys.readouterr().out)["train_bytes"]["others"]
+        return found
+
+    gae = ["--algorithm.advantage", "gae"]
+    same, smaller = others(*gae) - others(), others(*gae, "--critic.path", "critic") - others()
+    layers = (4.02e9 - 389e6) * 16
+    assert same - smaller == pytest.approx(layers * 3 / 4, rel=0.01)
+    two = ["--placement.train_workers", "2", "--critic.path", "critic", *gae]
+    hf |= {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+    }
+    Path("critic/config.json").write_text(json.dumps(hf))
+    assert plan(*two, "--train.parallel.tensor", "2") == 1
+    assert "train.parallel.tensor: found 2; the model normalizes" in capsys.readouterr().err
+
+
 def test_the_head_of_a_dry_run_is_the_short_form(capsys: pytest.CaptureFixture[str]) -> None:
     dry = ["train", "c.toml", "--dry-run", "--no-file-check", "--backend", "cuda"]
     assert main(dry) == 0

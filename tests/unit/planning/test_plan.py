@@ -232,12 +232,22 @@ def test_fsdp_keeps_gradients_from_one_micro_batch_to_the_next() -> None:
     assert kept == pytest.approx(4 * read_shape(DENSE).parameters, rel=1e-6)
 
 
-def test_a_critic_has_the_state_of_another_model() -> None:
+def test_a_critic_has_the_state_and_checkpoint_of_another_model() -> None:
+    """It is trained in full beside adapters, in a dtype of its own, and has no output layer."""
+    small = read_shape(DENSE | {"num_hidden_layers": 9, "tie_word_embeddings": False})
+    own = small.parameters - small.embedding
     sft: dict[str, Any] = {"run": {"name": "t", "task": "sft"}, "reward": {}}
-    alone = plan_of(DENSE, **sft)[1].train
-    beside = plan_of(DENSE, facts={"has_critic": True}, **sft)[1].train
-    assert (alone.others, beside.others) == (0, alone.state)
-    assert beside.asleep == alone.asleep + alone.state
+    sft |= {"train": {"dtype": "bfloat16", "lora": {"rank": 16}}, "placement": {"train_workers": 2}}
+    alone = plan_of(DENSE, **sft)[1]
+    beside = plan_of(DENSE, facts={"critic": small}, **sft)[1]
+    assert (alone.train.others, beside.train.weights) == (0, alone.train.weights)
+    assert beside.train.others == pytest.approx((2 + 1 + 4 + 4) * own, rel=1e-4)
+    assert beside.checkpoint - alone.checkpoint == 14 * own
+    assert beside.export - alone.export == 2 * own
+    exact = sft | {"critic": {"dtype": "float32", "parallel": {"expert": 1}}}
+    whole = plan_of(DENSE, facts={"critic": small}, **exact)[1]
+    assert whole.train.others == pytest.approx((4 + 4 + 4) * own, rel=1e-4)
+    assert whole.checkpoint - alone.checkpoint == 12 * own
 
 
 def test_adapters_have_an_optimizer_and_the_rest_has_none() -> None:
