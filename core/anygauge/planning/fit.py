@@ -66,7 +66,7 @@ def plan_warnings(config: Config, plan: Plan) -> Iterator[str]:
             f"{host / GIB:.0f} GiB"
         )
     stages, count = plan.layout.pipeline, plan.batches.micro_batches
-    if stages > 1 and count < 2 * stages:
+    if plan.layout.trains and stages > 1 and count < 2 * stages:
         idle = (stages - 1) / (count + stages - 1)
         yield (
             f"{count} micro-batches for {stages} pipeline stages leave each stage idle for {idle:.0%} of the "

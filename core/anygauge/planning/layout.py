@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from anygauge.config.modalities import TOWERS, modalities
+from anygauge.config.roles import run_components
 from anygauge.planning.shape import ModelShape
 from anygauge.serving.server_plan import plan_servers
 from anygauge.serving.sglang.kinds import plan_copies, plan_devices, plan_ranks
@@ -63,6 +64,8 @@ class ServerLayout:
 class Layout:
     """Sizes of a run."""
 
+    trains: bool
+    """Whether the workers have train engines."""
     workers: int
     tensor: int
     pipeline: int
@@ -100,6 +103,7 @@ def make_layout(config: Config, shape: ModelShape) -> Layout:
     is_fsdp = config.train.engine == "fsdp"
     model = 1 if is_fsdp else sizes.tensor * sizes.pipeline * sizes.context
     return Layout(
+        trains=run_components(config).trains,
         workers=workers,
         tensor=1 if is_fsdp else sizes.tensor,
         pipeline=1 if is_fsdp else sizes.pipeline,
@@ -166,7 +170,7 @@ def _adapter_widths(shape: ModelShape) -> dict[str, int]:
 
 
 def _server(config: Config) -> ServerLayout | None:
-    if not config.samples:
+    if not run_components(config).generates:
         return None
     if not config.has_engines_apart or config.rollout.engine == "transformers":
         workers = config.placement.rollout_workers or config.placement.train_workers

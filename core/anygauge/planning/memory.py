@@ -54,18 +54,18 @@ PROCESS = 0.75 * GIB
 class TrainMemory:
     """Memory of the fullest training rank, in bytes on its device."""
 
-    weights: float
+    weights: float = 0.0
     """As the model computes with them."""
-    masters: float
+    masters: float = 0.0
     """Float32 weights, or the halves that the model's weights lack."""
-    gradients: float
+    gradients: float = 0.0
     """Gradients that stay between micro-batches."""
-    moments: float
-    activations: float
+    moments: float = 0.0
+    activations: float = 0.0
     """Activations of the micro-batches that wait for their backward pass."""
-    logits: float
+    logits: float = 0.0
     """Kept by the loss for its backward pass."""
-    work: float
+    work: float = 0.0
     """Temporary memory at the peak: a tile of the loss, gathered weights, gradients of one layer."""
     others: float = 0.0
     """Weights of an embedded rollout engine; the state of a critic."""
@@ -119,6 +119,8 @@ def train_memory(
     :param master_bytes: See :attr:`anygauge_hooks.types.BackendSpec.master_weight_bytes`.
     :param others: Bytes of an embedded engine's weights, and of a critic's state.
     """
+    if not layout.trains:
+        return TrainMemory(others=others)
     state = state_bytes(config, layout, batches, master_bytes=master_bytes)
     activations = _activations(config, shape, layout, batches)
     loss = _loss(config, shape, layout, batches)
@@ -345,8 +347,19 @@ def phases(
 ) -> Mapping[str, tuple[float, float]]:
     """Return the memory of trainers and of engines on a training device, by phase.
 
+    Phases that a run does not have, as without training or generation, are left out.
+
     :param sleeps: Whether trainers and servers on one device sleep in turns.
     """
+    every = _all_phases(config, train, server, layout, sleeps=sleeps)
+    left_out = set() if layout.trains else {"train", "sync"}
+    left_out |= set() if layout.server is not None else {"generate"}
+    return {name: both for name, both in every.items() if name not in left_out}
+
+
+def _all_phases(
+    config: Config, train: TrainMemory, server: ServerMemory | None, layout: Layout, *, sleeps: bool
+) -> Mapping[str, tuple[float, float]]:
     own = 0.0 if server is None else server.total
     is_shared = server is not None and (
         layout.is_colocated or bool(layout.server and layout.server.is_embedded)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from anygauge.config.roles import critic_config
+from anygauge.config.roles import critic_config, run_components
 from anygauge.config.rules.algorithm import compares
 from anygauge.planning.batches import Batches, make_batches
 from anygauge.planning.layout import Layout, make_layout
@@ -113,9 +113,9 @@ def make_plan(config: Config, shape: ModelShape, given: Assumptions) -> Plan:
     spare = None
     if layout.is_colocated and server is not None and memory is not None:
         spare = spare_when_both_awake(config, train, server, memory)
-    sleeps = layout.is_colocated and server is not None and _sleeps(config, spare)
+    sleeps = layout.trains and layout.is_colocated and server is not None and _sleeps(config, spare)
     parts: Mapping[str, float] = {}
-    passes = _passes(config, given)
+    passes = _passes(config, layout, given)
     if given.rates is not None:
         memory_of = (train, server)
         parts = step_seconds(config, shape, layout, batches, memory_of, given.rates, passes, sleeps=sleeps)
@@ -131,7 +131,7 @@ def make_plan(config: Config, shape: ModelShape, given: Assumptions) -> Plan:
         spare=spare,
         host_asleep=_host_bytes(config, layout, train, sleeps=sleeps),
         checkpoint=_checkpoint_bytes(config, shape, layout) + (critic.checkpoint if critic else 0.0),
-        export=2.0 * (shape.parameters + (critic.shape.parameters if critic else 0)),
+        export=_export_bytes(shape, layout) + (_export_bytes(critic.shape, layout) if critic else 0.0),
         seconds=parts,
         total_seconds=total_seconds(config, parts) if parts else None,
     )
@@ -158,7 +158,7 @@ class _Critic:
 
 
 def _critic(config: Config, given: Assumptions) -> _Critic | None:
-    if given.critic is None:
+    if given.critic is None or not run_components(config).learns:
         return None
     # A value head of one row replaces the output layer: the embedding remains, as of a tied model.
     own, shape = critic_config(config), replace(given.critic, is_tied=True)
@@ -174,7 +174,7 @@ def _sleeps(config: Config, spare: float | None) -> bool:
     return config.placement.offload == "always" or spare is None or spare < 0
 
 
-def _passes(config: Config, given: Assumptions) -> Passes:
+def _passes(config: Config, layout: Layout, given: Assumptions) -> Passes:
     """Return the log-prob passes of a step: the first optimizer step computes its own log-probs."""
     steps = config.optimizer_steps
     policy = 1 - 1 / steps
@@ -186,7 +186,12 @@ def _passes(config: Config, given: Assumptions) -> Passes:
         policy=policy,
         reference=1.0 if compares(config) else 0.0,
         are_plain_batches=given.is_plain_batch,
+        trains=layout.trains,
     )
+
+
+def _export_bytes(shape: ModelShape, layout: Layout) -> float:
+    return 2.0 * shape.parameters if layout.trains else 0.0
 
 
 def _host_bytes(config: Config, layout: Layout, train: TrainMemory, *, sleeps: bool) -> float:
@@ -197,6 +202,8 @@ def _host_bytes(config: Config, layout: Layout, train: TrainMemory, *, sleeps: b
 
 def _checkpoint_bytes(config: Config, shape: ModelShape, layout: Layout) -> float:
     """Return the bytes of a checkpoint: weights in their dtype, float32 weights and both moments."""
+    if not layout.trains:
+        return 0.0
     is_lora = config.train.lora.is_on
     parameters = layout.rank.adapters * layout.tensor * layout.pipeline if is_lora else shape.parameters
     is_copy = config.train.dtype not in (None, "float32") and config.train.engine != "fsdp"

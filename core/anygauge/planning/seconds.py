@@ -37,6 +37,8 @@ class Passes:
 
     policy: float
     reference: float = 0.0
+    trains: bool = True
+    """Whether anything is trained; without, a step is a rollout."""
     are_plain_batches: bool = False
     """See :attr:`anygauge.planning.plan.Assumptions.is_plain_batch`."""
 
@@ -71,7 +73,8 @@ def step_seconds(
         "sync": 0.0 if server is None else 2.0 * shape.parameters / rates.sync,
         "sleep": 2 * train.asleep / rates.offload if sleeps else 0.0,
     }
-    return {name: seconds for name, seconds in parts.items() if seconds > 0}
+    steps = parts if passes.trains else {"generate": parts["generate"]}
+    return {name: seconds for name, seconds in steps.items() if seconds > 0}
 
 
 def total_seconds(config: Config, parts: Mapping[str, float]) -> float:

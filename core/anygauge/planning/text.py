@@ -40,11 +40,13 @@ def table_lines(config: Config, plan: Plan) -> Iterator[str]:
     yield from head_lines(config, plan)
     yield from _section("Layout", _layout(config, plan))
     yield from _section("Batch, with the longest samples", _batches(plan))
-    yield from _section("Device memory of the fullest training rank, GiB", _memory(plan))
+    if plan.layout.trains:
+        yield from _section("Device memory of the fullest training rank, GiB", _memory(plan))
     yield from _section("Device memory by phase, GiB", _phases(plan))
     if plan.server is not None:
         yield from _section("Rollout engine, GiB on each of its devices", _server(plan))
-    yield from _section("Host and disk, GiB", _host(config, plan))
+    if plan.layout.trains:
+        yield from _section("Host and disk, GiB", _host(config, plan))
     if plan.seconds:
         yield from _section(_time_title(plan), _time(plan))
     else:
@@ -101,7 +103,9 @@ def _layout(config: Config, plan: Plan) -> Rows:
     shards = 1
     if config.train.engine == "fsdp":
         shards = layout.workers // config.train.parallel.replicate
-    rows = [head, ("training ranks", str(layout.workers), *own, _count(held / shards))]
+    rows = [head]
+    if layout.trains:
+        rows.append(("training ranks", str(layout.workers), *own, _count(held / shards)))
     if server is not None and not server.is_external:
         name = "embedded engines" if server.is_embedded else "servers"
         shared = plan.shape.parameters / server.shards

@@ -170,8 +170,8 @@ def test_a_critic_has_a_size_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
 
     def others(*options: str) -> float:
         assert plan("--json", "--train.loss_memory_gib", "1", *options) == 0
-        found: float = json.loads(capsys.readouterr().out)["train_bytes"]["others"]
-        return found
+        size: float = json.loads(capsys.readouterr().out)["train_bytes"]["others"]
+        return size
 
     gae = ["--algorithm.advantage", "gae"]
     same, smaller = others(*gae) - others(), others(*gae, "--critic.path", "critic") - others()

@@ -19,6 +19,7 @@ from anygauge.planning.model_sizes import model_shape, read_config
 from anygauge.planning.plan import Assumptions, Plan, make_plan
 from anygauge.planning.rates import RATES
 from anygauge.planning.shape import ModelShape, read_shape
+from anygauge.planning.text import table_lines
 from anygauge_hooks.errors import ConfigError, DoesNotFitError
 
 TINY = Path(anygauge_models.__file__).parent / "tiny"
@@ -417,6 +418,30 @@ def test_a_decode_step_of_one_sample_reads_the_experts_that_it_visits() -> None:
 # -------------------------------------------------------------------------
 # What fits
 # -------------------------------------------------------------------------
+
+
+def test_a_run_that_only_generates_has_no_trainer() -> None:
+    only: dict[str, Any] = {"debug": {"mode": "rollout_only"}, "gib": 60}
+    config, plan = plan_of(DENSE, facts={"critic": read_shape(DENSE)}, **only)
+    assert plan.server is not None
+    assert plan.phases == {"generate": (0, plan.server.total)}
+    assert (plan.checkpoint, plan.export, plan.host_asleep) == (0, 0, 0)
+    assert plan.seconds.keys() == {"generate"}
+    check_fit(config, plan)
+    text = "\n".join(table_lines(config, plan))
+    assert "embedded engines" in text
+    assert not any(word in text for word in ("training ranks", "Adam's moments", "checkpoint"))
+    placement = {"rollout_workers": 1, "colocated": True, "offload": "always"}
+    _, plan = plan_of(DENSE, rollout=SERVED, placement=placement, **only)
+    assert (plan.sleeps, plan.phases) == (False, {"generate": (0, plan.server.total)})  # type: ignore[union-attr]
+
+
+def test_a_run_that_only_trains_has_no_engine() -> None:
+    debug = {"mode": "train_only", "replay_batches": "dump"}
+    _, plan = plan_of(DENSE, debug=debug)
+    assert (plan.server, plan.layout.server, plan.train.others) == (None, None, 0)
+    assert plan.phases == {"train": (plan.train.peak, 0)}
+    assert not {"generate", "sync"} & plan.seconds.keys()
 
 
 def test_what_cannot_fit_is_an_error() -> None:
