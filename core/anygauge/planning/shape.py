@@ -254,7 +254,8 @@ def _experts(hf: Mapping[str, Any], layers: int) -> Experts | None:
     count = next((int(hf[name]) for name in _EXPERTS if hf.get(name)), 0)
     if not count:
         return None
-    width = _size(hf, "moe_intermediate_size")
+    # gpt-oss and Mixtral have experts in every layer, and one name for their width
+    width = _size(hf, "moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size")
     shared = int(hf.get("shared_expert_intermediate_size") or (hf.get("n_shared_experts") or 0) * width)
     dense = int(hf.get("first_k_dense_replace") or len(hf.get("mlp_only_layers") or ()))
     step = int(hf.get("decoder_sparse_step") or 1)

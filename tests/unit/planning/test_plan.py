@@ -96,7 +96,7 @@ def parallel(workers: int, **sizes: int) -> dict[str, Any]:
     "family",
     [
         *("deepseek_v3", "glm4", "glm4_moe", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_5"),
-        *("qwen3_5_moe", "qwen3_moe", "seed_oss", "smollm3"),
+        *("qwen3_5_moe", "qwen3_moe", "seed_oss", "smollm3", "gemma3", "olmo2", "olmo3"),
     ],
 )
 def test_parameters_are_those_of_transformers_model(family: str) -> None:
@@ -113,6 +113,28 @@ def test_published_parameters() -> None:
     assert shape.parameters == pytest.approx(30.53e9, rel=1e-3)
     assert shape.active_parameters + 2 * shape.embedding == pytest.approx(3.35e9, rel=0.01)
     assert read_shape(DENSE).parameters == pytest.approx(4.02e9, rel=1e-3)
+
+
+def test_published_parameters_of_gpt_oss() -> None:
+    """Table 1 of https://arxiv.org/abs/2508.10925: experts in every layer, of the only intermediate size."""
+    hf = json.loads((TINY / "gpt_oss.json").read_text())
+    hf |= {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "vocab_size": 201_088}
+    hf |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
+    hf |= {"num_local_experts": 128, "num_experts_per_tok": 4, "layer_types": ["full_attention"] * 36}
+    shape = read_shape(hf)
+    assert shape.parameters == pytest.approx(116.83e9, rel=1e-3)
+    assert shape.active_parameters + shape.embedding == pytest.approx(5.13e9, rel=0.01)
+
+
+@pytest.mark.parametrize("file", sorted(TINY.glob("*.json")), ids=lambda file: file.stem)
+def test_every_family_has_a_plan(file: Path) -> None:
+    hf = json.loads(file.read_text())
+    text = {**hf, **hf.get("text_config", {})}
+    _, plan = plan_of(hf)
+    shape = plan.shape
+    assert (shape.layers, shape.hidden) == (text["num_hidden_layers"], text["hidden_size"])
+    assert (shape.experts is not None) == ("num_experts_per_tok" in text)
+    assert plan.train.peak > plan.train.state > 0
 
 
 def test_a_cache_has_the_keys_and_values_of_layers_with_attention() -> None:
