@@ -195,6 +195,7 @@ def with_config(spec: ModelSpec, read: Callable[[Mapping[str, Any]], Mapping[str
         model_options=reading(spec.model_options),
         unused_weights=reading(spec.unused_weights),
         flops_per_token=reading(spec.flops_per_token),
+        read_config=reading(spec.read_config),
     )
 
 

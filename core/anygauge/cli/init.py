@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     _check_text(args)
     out = Path(args.out)
     _check_out(out, force=args.force)
-    model, hf, how = _model(args.model)
+    model, hf, how = _model(args.model, args.engine)
     supported = _check_engine(args.engine, hf)
     model = replace(model, accepts=_division_of(hf))
     machine = _machine(args)
@@ -139,9 +139,12 @@ def _command(args: argparse.Namespace) -> str:
 # -------------------------------------------------------------------------
 
 
-def _model(text: str) -> tuple[ModelFacts, Mapping[str, Any], str]:
+def _model(text: str, engine: str | None) -> tuple[ModelFacts, Mapping[str, Any], str]:
     """Return the known facts about a model, its ``config.json`` if it is here, and the source of both."""
     from anygauge.cli.recipe import facts_of_config, facts_of_name
+    from anygauge.config.families import with_defaults
+    from anygauge.config.schema import Train
+    from anygauge.plugins import load_plugins
     from anygauge_hooks.errors import ConfigError
 
     directory = Path(os.path.expanduser(text))
@@ -165,7 +168,8 @@ def _model(text: str) -> tuple[ModelFacts, Mapping[str, Any], str]:
             f"{directory} is not a Hugging Face directory: its config.json cannot be read: {error}.",
             hint="Name a directory with config.json, a tokenizer and *.safetensors, or a name on the hub.",
         ) from error
-    facts = facts_of_config(name, hf, chat=_has_template(directory))
+    whole = with_defaults(load_plugins(), hf, engine or Train().engine)
+    facts = facts_of_config(name, whole, chat=_has_template(directory))
     return facts, hf, f"sizes follow from {directory / 'config.json'}"
 
 

@@ -127,13 +127,14 @@ def _shape(key: str, config: Config, plugins: Plugins) -> ModelShape:
 
     :raises ConfigError: It has none, or cannot be divided as the config says.
     """
+    from anygauge.config.families import with_defaults
     from anygauge.config.roles import as_language_model
     from anygauge.planning.model_sizes import model_shape, read_config
 
     directory = getattr(config, key.split(".")[0]).path
     hf = as_language_model(read_config(directory))
     _check_division(key, config, hf, plugins)
-    return model_shape(directory, hf)
+    return model_shape(directory, with_defaults(plugins, hf, config.train.engine))
 
 
 def _check_division(key: str, config: Config, hf: Mapping[str, Any], plugins: Plugins) -> None:

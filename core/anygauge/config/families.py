@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.errors import AnygaugeError, UnknownNameError
+from anygauge_hooks.models import text_config
 
 if TYPE_CHECKING:
     from anygauge_hooks.engines import TrainEngineSpec
     from anygauge_hooks.models import ModelSpec
     from anygauge_hooks.types import LoadedPlugins
 
-__all__ = ["family"]
+__all__ = ["family", "with_defaults"]
 
 _ENGINES = "register_train_engines"
 
@@ -38,6 +39,18 @@ def family(plugins: LoadedPlugins, hf: Mapping[str, Any], engine: str | None) ->
                 "docs/hooks.md, register_models, shows how to add a family.",
             ) from error
         raise
+
+
+def with_defaults(plugins: LoadedPlugins, hf: Mapping[str, Any], engine: str) -> Mapping[str, Any]:
+    """Return the config of a model's text part with the defaults of its family, or as written without one.
+
+    :param hf: The Hugging Face config.
+    :param engine: As of :func:`family`.
+    """
+    try:
+        return family(plugins, hf, engine).read_config(hf)
+    except (AnygaugeError, KeyError, TypeError, ValueError, AttributeError):
+        return text_config(hf)
 
 
 def _other_engines(plugins: LoadedPlugins, hf: Mapping[str, Any]) -> Iterator[str]:

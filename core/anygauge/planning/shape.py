@@ -257,7 +257,11 @@ def _experts(hf: Mapping[str, Any], layers: int) -> Experts | None:
     # gpt-oss and Mixtral have experts in every layer, and one name for their width
     width = _size(hf, "moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size")
     shared = int(hf.get("shared_expert_intermediate_size") or (hf.get("n_shared_experts") or 0) * width)
-    dense = int(hf.get("first_k_dense_replace") or len(hf.get("mlp_only_layers") or ()))
+    kinds = hf.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        dense = len(kinds) - kinds.count("sparse")
+    else:
+        dense = int(hf.get("first_k_dense_replace") or len(hf.get("mlp_only_layers") or ()))
     step = int(hf.get("decoder_sparse_step") or 1)
     return Experts(
         count=count,

@@ -189,6 +189,18 @@ def test_a_critic_has_a_size_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
     assert "train.parallel.tensor: found 2; the model normalizes" in capsys.readouterr().err
 
 
+def test_keys_that_a_model_lacks_are_those_of_its_family(capsys: pytest.CaptureFixture[str]) -> None:
+    """Gemma 3 ties its embeddings unless its config.json says otherwise."""
+    hf = {**QWEN3_4B, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    del hf["tie_word_embeddings"]
+    Path("model/config.json").write_text(json.dumps(hf))
+    assert plan("--json") == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == pytest.approx(4.02e9, rel=1e-3)
+    init = ["init", "--model", "model", "--backend", "cuda", "--out", "first.toml"]
+    assert main(init) == 0
+    assert "for 4.02B parameters on" in Path("first.toml").read_text()
+
+
 def test_the_head_of_a_dry_run_is_the_short_form(capsys: pytest.CaptureFixture[str]) -> None:
     dry = ["train", "c.toml", "--dry-run", "--no-file-check", "--backend", "cuda"]
     assert main(dry) == 0

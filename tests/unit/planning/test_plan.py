@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import anygauge_models
 from anygauge.config import Config
+from anygauge.config.families import with_defaults
 from anygauge.planning.fit import check_fit, plan_warnings
 from anygauge.planning.memory import GIB
 from anygauge.planning.model_sizes import model_shape, read_config
@@ -20,9 +21,13 @@ from anygauge.planning.plan import Assumptions, Plan, make_plan
 from anygauge.planning.rates import RATES
 from anygauge.planning.shape import ModelShape, read_shape
 from anygauge.planning.text import table_lines
+from anygauge.plugins import load_plugins
 from anygauge_hooks.errors import ConfigError, DoesNotFitError
 
 TINY = Path(anygauge_models.__file__).parent / "tiny"
+PLUGINS = load_plugins()
+LEFT_OUT = ("tie_word_embeddings", "num_key_value_heads", "first_k_dense_replace", "mlp_layer_types")
+"""Keys for which transformers has defaults, other ones for each family."""
 QWEN3_30B_A3B = {
     "hidden_size": 2048,
     "num_hidden_layers": 48,
@@ -95,17 +100,46 @@ def parallel(workers: int, **sizes: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "family",
     [
-        *("deepseek_v3", "glm4", "glm4_moe", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_5"),
+        *(
+            "deepseek_v3",
+            "glm4",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "llama",
+            "mistral",
+            "phi3",
+            "qwen2",
+            "qwen3",
+            "qwen3_5",
+        ),
         *("qwen3_5_moe", "qwen3_moe", "seed_oss", "smollm3", "gemma3", "olmo2", "olmo3"),
     ],
 )
 def test_parameters_are_those_of_transformers_model(family: str) -> None:
     hf = json.loads((TINY / f"{family}.json").read_text())
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf))
-    count = sum(parameter.numel() for parameter in model.parameters())
-    # norms of heads and biases are left out, which are a larger part of a tiny model
-    assert read_shape(hf).parameters == pytest.approx(count, rel=0.011)
+    bare = {key: value for key, value in hf.items() if key not in LEFT_OUT}
+    for config in (hf, bare):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        count = sum(parameter.numel() for parameter in model.parameters())
+        # norms of heads and biases are left out, which are a larger part of a tiny model
+        shape = read_shape(with_defaults(PLUGINS, config, "megatron"))
+        assert shape.parameters == pytest.approx(count, rel=0.011)
+        assert shape.is_tied == (model.get_input_embeddings().weight is model.lm_head.weight)
+
+
+def test_another_family_has_the_defaults_of_transformers() -> None:
+    hf = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "num_hidden_layers": 4}
+    shape = read_shape(with_defaults(PLUGINS, hf, "fsdp"))
+    assert (shape.layers, shape.hidden, shape.is_tied) == (4, 2304, True)
+    unknown = {"architectures": ["NoneForCausalLM"], "model_type": "none", "text_config": DENSE}
+    assert read_shape(with_defaults(PLUGINS, unknown, "megatron")) == read_shape(DENSE)
+
+
+def test_layers_of_experts_may_be_named_one_by_one() -> None:
+    kinds = ["dense", "sparse", "dense", "sparse"]
+    hf = QWEN3_30B_A3B | {"num_hidden_layers": 4, "mlp_layer_types": kinds, "first_k_dense_replace": 1}
+    assert read_shape(hf).experts.layers == 2  # type: ignore[union-attr]
 
 
 def test_published_parameters() -> None:

@@ -31,6 +31,7 @@ def causal_lm_family(hf: Mapping[str, Any]) -> ModelSpec:
         model_options=_model_options,
         flops_per_token=_flops_per_token,
         tiny=_no_tiny_config,
+        read_config=_read_config,
     )
 
 
@@ -84,6 +85,16 @@ def _model_options(hf: Mapping[str, Any]) -> Mapping[str, Any]:
         "max_sequence_length": text.get("max_position_embeddings"),
         "tie_embeddings": bool(text.get("tie_word_embeddings", False)),
     }
+
+
+def _read_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config with the defaults of transformers, whose import takes seconds."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if hf.get("model_type") not in CONFIG_MAPPING:
+        return text_config(hf)  # code of its own, which is not run here
+    config: Mapping[str, Any] = CONFIG_MAPPING[hf["model_type"]].from_dict({**hf}).to_dict()
+    return text_config(config)
 
 
 def _flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
