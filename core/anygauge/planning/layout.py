@@ -59,6 +59,11 @@ class ServerLayout:
         """Devices that one copy of the weights is divided among."""
         return max(1, self.devices // self.copies)
 
+    @property
+    def cache_shards(self) -> int:
+        """Devices that one data-parallel rank divides its cache among."""
+        return max(1, self.devices // self.ranks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:

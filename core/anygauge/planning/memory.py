@@ -294,7 +294,7 @@ def server_memory(
         return None
     size = _server_itemsize(config)
     weights = size * (shape.parameters - shape.others) / server.shards
-    bytes_of_token = size * shape.cache_numbers / min(server.shards, _cache_parts(shape))
+    bytes_of_token = size * shape.cache_numbers / min(server.cache_shards, shape.attention.cache_heads)
     in_flight = ceil(batches.samples / (server.count * server.ranks))
     tokens = _cache_tokens(config, batches, in_flight, is_embedded=server.is_embedded)
     others = 2 * FLOAT * min(in_flight, 1024) * shape.vocabulary / server.shards
@@ -310,13 +310,6 @@ def server_memory(
 
 def _server_itemsize(config: Config) -> int:
     return 4 if (config.rollout.dtype or config.train.dtype or "float32") == "float32" else 2
-
-
-def _cache_parts(shape: ModelShape) -> int:
-    """Return among how many devices a cache can be divided: each has a key head at least."""
-    own = shape.attention
-    size = max(1, own.query // max(1, own.heads))
-    return max(1, own.key // size)
 
 
 def _cache_tokens(config: Config, batches: Batches, in_flight: int, *, is_embedded: bool) -> float:

@@ -31,6 +31,8 @@ class Attention:
     parameters: int
     cache: int
     """Numbers of a token in the KV cache of one layer."""
+    cache_heads: int
+    """Key heads, among which tensor parallelism divides the cache; 1 for latent attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +202,7 @@ def _mixed_attention(hf: Mapping[str, Any], hidden: int, share: float) -> Attent
         name: round(share * getattr(full, name) + (1 - share) * getattr(linear, name))
         for name in ("query", "key", "value", "output", "heads", "parameters")
     }
-    return Attention(**mean, cache=full.cache)
+    return Attention(**mean, cache=full.cache, cache_heads=full.cache_heads)
 
 
 def _grouped_attention(hf: Mapping[str, Any], hidden: int, share: float) -> Attention:
@@ -218,6 +220,7 @@ def _grouped_attention(hf: Mapping[str, Any], hidden: int, share: float) -> Atte
         heads=heads,
         parameters=parameters,
         cache=2 * key,
+        cache_heads=key_heads,
     )
 
 
@@ -236,6 +239,7 @@ def _latent_attention(hf: Mapping[str, Any], hidden: int) -> Attention:
         heads=heads,
         parameters=queries + keys + heads * value * hidden,
         cache=latent + turned,
+        cache_heads=1,
     )
 
 
@@ -246,7 +250,14 @@ def _linear_attention(hf: Mapping[str, Any], hidden: int) -> Attention:
     value = heads * _size(hf, "linear_value_head_dim")
     parameters = hidden * (2 * key + 2 * value + 2 * heads) + value * hidden
     return Attention(
-        query=key, key=key, value=2 * value, output=value, heads=heads, parameters=parameters, cache=0
+        query=key,
+        key=key,
+        value=2 * value,
+        output=value,
+        heads=heads,
+        parameters=parameters,
+        cache=0,
+        cache_heads=1,
     )
 
 

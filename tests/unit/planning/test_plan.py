@@ -375,13 +375,20 @@ SERVED = {"engine": "sglang", "max_batch_tokens": 100_000, "max_new_tokens": 512
 
 
 def test_a_cache_is_divided_among_as_many_devices_as_there_are_key_heads() -> None:
-    def cache(devices: int) -> float:
-        rollout = SERVED | {"sglang": {"tp_size": devices}}
-        _, plan = plan_of(DENSE, rollout=rollout, placement={"rollout_workers": 1})
+    def cache(devices: int, hf: dict[str, Any] = DENSE, **sglang: Any) -> float:
+        rollout = SERVED | {"sglang": {"tp_size": devices, **sglang}}
+        _, plan = plan_of(hf, gib=None, rollout=rollout, placement={"rollout_workers": 1})
         assert plan.server is not None
         return plan.server.cache
 
     assert cache(1) == 8 * cache(8) == 8 * cache(16)
+    # data-parallel ranks that share the weights have a cache each
+    assert cache(8, dp_size=4, enable_dp_attention=True) == cache(2)
+    # all heads of latent attention read the same numbers
+    latent = json.loads((TINY / "deepseek_v3.json").read_text())
+    assert cache(1, latent) == cache(4, latent)
+    hybrid = json.loads((TINY / "qwen3_5.json").read_text())
+    assert cache(1, hybrid) == hybrid["num_key_value_heads"] * cache(16, hybrid)
 
 
 def test_devices_are_shared_in_turns_where_asked_or_where_both_do_not_fit() -> None:
