@@ -32,9 +32,10 @@ def check_fit(config: Config, plan: Plan) -> None:
             f"on each training device, which has {limit / GIB:.1f} GiB.",
             hint=_smaller_state(config, plan),
         )
-    if plan.server is not None and plan.server.weights > limit:
+    weights = max((server.weights for server in plan.servers), default=0.0)
+    if weights > limit:
         raise DoesNotFitError(
-            f"The weights of {config.model.path} take {plan.server.weights / GIB:.1f} GiB on each device of "
+            f"The weights of {config.model.path} take {weights / GIB:.1f} GiB on each device of "
             f"a server, which has {limit / GIB:.1f} GiB.",
             hint="Raise tp_size in [rollout.sglang].",
         )
@@ -59,6 +60,11 @@ def plan_warnings(config: Config, plan: Plan) -> Iterator[str]:
             f"{_less_memory(config, plan)}"
         )
     yield from _cache_warnings(plan)
+    if plan.layout.other_servers:
+        yield (
+            f"the plan leaves out the memory of {plan.layout.other_servers} servers of encoders or of other "
+            "models than the policy"
+        )
     host = plan.assumptions.host_bytes
     if host is not None and plan.host_asleep > host:
         yield (
@@ -85,12 +91,12 @@ def _less_memory(config: Config, plan: Plan) -> str:
 
 def _cache_warnings(plan: Plan) -> Iterator[str]:
     """Yield a cache that holds no sample, or so few that they come in many waves."""
-    server, engines = plan.server, plan.layout.server
-    if server is None or engines is None or plan.assumptions.device_bytes is None:
+    if plan.assumptions.device_bytes is None:
         return
     longest = plan.batches.sample_tokens
-    if server.cache_tokens < longest:
+    smallest = min((server.cache_tokens for server in plan.servers), default=longest)
+    if smallest < longest:
         yield (
-            f"the KV cache of a rollout engine holds {server.cache_tokens} tokens, and a sample can have "
+            f"the KV cache of a rollout engine holds {smallest} tokens, and a sample can have "
             f"{longest}; use more devices for each server"
         )

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from anygauge.config.modalities import TOWERS, modalities
 from anygauge.config.roles import run_components
 from anygauge.planning.shape import ModelShape
-from anygauge.serving.server_plan import plan_servers
-from anygauge.serving.sglang.kinds import plan_copies, plan_devices, plan_ranks
+from anygauge.serving.server_plan import ServerPlan, plan_servers
+from anygauge.serving.sglang.kinds import (
+    plan_argument,
+    plan_copies,
+    plan_devices,
+    plan_ranks,
+    plan_stages,
+)
+from anygauge_hooks.serving import ServerKind
 
 if TYPE_CHECKING:
     from anygauge.config import Config
@@ -41,18 +50,23 @@ class RankWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLayout:
-    """One server of the policy, or the embedded engine of a worker."""
+    """A group of servers of the policy, or the embedded engines of the workers."""
 
+    kind: ServerKind = "regular"
     count: int
-    """Servers of the run."""
+    """Servers of the group."""
     devices: int
     """Devices of each server."""
     copies: int
     """Copies of the weights in it."""
     ranks: int
     """Data-parallel ranks in it."""
+    stages: int = 1
+    """Pipeline stages of a server."""
     is_embedded: bool
     is_external: bool = False
+    static_part: float | None = None
+    """Part of a device for weights and KV cache; ``None`` if the config does not say."""
 
     @property
     def shards(self) -> int:
@@ -61,8 +75,8 @@ class ServerLayout:
 
     @property
     def cache_shards(self) -> int:
-        """Devices that one data-parallel rank divides its cache among."""
-        return max(1, self.devices // self.ranks)
+        """Devices of a stage that one data-parallel rank divides its cache among."""
+        return max(1, self.devices // (self.ranks * self.stages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +94,22 @@ class Layout:
     is_sequence_parallel: bool
     is_colocated: bool
     rank: RankWeights
-    server: ServerLayout | None
-    """``None`` where nothing is generated."""
+    servers: tuple[ServerLayout, ...]
+    """Groups that get the trained weights; empty where nothing is generated."""
+    server_devices: int
+    """Devices of all servers, also of those that get no weights."""
+    other_servers: int
+    """Servers of encoders and of other models, which get no weights."""
+
+    @property
+    def server(self) -> ServerLayout | None:
+        """Group that generates with the fewest devices for its weights; ``None`` without any."""
+        groups = [group for group in self.servers if group.kind != "prefill"]
+        return min(groups, key=lambda group: group.shards, default=None)
+
+    def server_ranks(self, kind: ServerKind) -> int:
+        """Return the data-parallel ranks of all servers of a kind, which share the samples."""
+        return sum(group.count * group.ranks for group in self.servers if group.kind == kind)
 
     @property
     def optimizer_shards(self) -> int:
@@ -99,13 +127,14 @@ class Layout:
         server = self.server
         if server is None or server.is_embedded or server.is_external or self.is_colocated:
             return self.workers
-        return self.workers + server.count * server.devices
+        return self.workers + self.server_devices
 
 
 def make_layout(config: Config, shape: ModelShape) -> Layout:
     """Return the layout of a config, whose sizes fit each other."""
     sizes, workers = config.train.parallel, config.placement.train_workers
     is_fsdp = config.train.engine == "fsdp"
+    plans = _plans(config)
     model = 1 if is_fsdp else sizes.tensor * sizes.pipeline * sizes.context
     return Layout(
         trains=run_components(config).trains,
@@ -118,7 +147,9 @@ def make_layout(config: Config, shape: ModelShape) -> Layout:
         is_sequence_parallel=sizes.tensor > 1 if sizes.sequence is None else sizes.sequence,
         is_colocated=config.placement.colocated,
         rank=_rank_weights(config, shape),
-        server=_server(config),
+        servers=_servers(config),
+        server_devices=sum(plan_devices(config, plan) for plan in plans),
+        other_servers=sum(not plan.is_synced for plan in plans),
     )
 
 
@@ -174,20 +205,35 @@ def _adapter_widths(shape: ModelShape) -> dict[str, int]:
     }
 
 
-def _server(config: Config) -> ServerLayout | None:
+def _plans(config: Config) -> tuple[ServerPlan, ...]:
+    """Return all servers of a run; none where engines are in the training workers."""
+    is_apart = run_components(config).generates and config.has_engines_apart
+    return plan_servers(config) if is_apart else ()
+
+
+def _servers(config: Config) -> tuple[ServerLayout, ...]:
     if not run_components(config).generates:
-        return None
+        return ()
     if not config.has_engines_apart or config.rollout.engine == "transformers":
         workers = config.placement.rollout_workers or config.placement.train_workers
         is_embedded = config.placement.rollout_workers == 0
-        return ServerLayout(count=workers, devices=1, copies=1, ranks=1, is_embedded=is_embedded)
-    plans = [plan for plan in plan_servers(config) if plan.is_synced]
+        return (ServerLayout(count=workers, devices=1, copies=1, ranks=1, is_embedded=is_embedded),)
+    synced = [plan for plan in _plans(config) if plan.is_synced]
+    groups = (list(plans) for _, plans in groupby(synced, key=lambda plan: id(plan.group)))
+    return tuple(_group(config, plans) for plans in groups)
+
+
+def _group(config: Config, plans: Sequence[ServerPlan]) -> ServerLayout:
     first = plans[0]
+    static = plan_argument(config, first, "mem_fraction_static")
     return ServerLayout(
+        kind=first.kind,
         count=len(plans),
         devices=plan_devices(config, first),
         copies=plan_copies(config, first),
         ranks=plan_ranks(config, first),
+        stages=plan_stages(config, first),
         is_embedded=False,
         is_external=bool(config.rollout.external),
+        static_part=float(static) if isinstance(static, int | float) else None,
     )

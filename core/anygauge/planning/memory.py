@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from anygauge.kernels.loss_budget import FREE_SHARE
 from anygauge.planning.batches import Batches
-from anygauge.planning.layout import Layout
+from anygauge.planning.layout import Layout, ServerLayout
 from anygauge.planning.shape import Kept, ModelShape
 from anygauge.serving.memory_fit import HEADROOM
 
@@ -284,24 +284,23 @@ def server_memory(
     config: Config,
     shape: ModelShape,
     layout: Layout,
+    server: ServerLayout,
     batches: Batches,
     *,
     device_bytes: float | None,
-) -> ServerMemory | None:
-    """Return the memory of a rollout engine; ``None`` without one, or if others own it."""
-    server = layout.server
-    if server is None or server.is_external:
-        return None
+) -> ServerMemory:
+    """Return the memory of the rollout engines of a group."""
     size = _server_itemsize(config)
     weights = size * (shape.parameters - shape.others) / server.shards
-    bytes_of_token = size * shape.cache_numbers / min(server.cache_shards, shape.attention.cache_heads)
-    in_flight = ceil(batches.samples / (server.count * server.ranks))
+    bytes_of_token = size * shape.cache_numbers / server.stages
+    bytes_of_token /= min(server.cache_shards, shape.attention.cache_heads)
+    in_flight = ceil(batches.samples / layout.server_ranks(server.kind))
     tokens = _cache_tokens(config, batches, in_flight, is_embedded=server.is_embedded)
     others = 2 * FLOAT * min(in_flight, 1024) * shape.vocabulary / server.shards
     if not server.is_embedded:
         others += SERVER_FIXED
         if device_bytes is not None:
-            room = max(0.0, _static_part(config) * device_bytes - weights)
+            room = max(0.0, (server.static_part or SERVER_STATIC) * device_bytes - weights)
             tokens = min(tokens or room, room / bytes_of_token)
     return ServerMemory(
         weights=weights, cache=tokens * bytes_of_token, cache_tokens=int(tokens), others=others
@@ -319,11 +318,6 @@ def _cache_tokens(config: Config, batches: Batches, in_flight: int, *, is_embedd
         return float(min(config.rollout.max_batch_tokens, longest))
     is_bounded = "max_batch_tokens" in config.rollout.model_fields_set
     return float(config.rollout.max_batch_tokens) if is_bounded else 0.0
-
-
-def _static_part(config: Config) -> float:
-    value = config.rollout.sglang.get("mem_fraction_static", SERVER_STATIC)
-    return float(value) if isinstance(value, int | float) else SERVER_STATIC
 
 
 def spare_when_both_awake(

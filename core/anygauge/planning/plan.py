@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from anygauge.config.roles import critic_config, run_components
 from anygauge.config.rules.algorithm import compares
 from anygauge.planning.batches import Batches, make_batches
-from anygauge.planning.layout import Layout, make_layout
+from anygauge.planning.layout import Layout, ServerLayout, make_layout
 from anygauge.planning.memory import (
     PROCESS,
     ServerMemory,
@@ -64,6 +64,9 @@ class Plan:
     batches: Batches
     train: TrainMemory
     server: ServerMemory | None
+    """Memory of :attr:`Layout.server`; ``None`` without one, or if others own it."""
+    servers: tuple[ServerMemory, ...]
+    """Memory of each of :attr:`Layout.servers`; empty if others own them."""
     assumptions: Assumptions
     phases: Mapping[str, tuple[float, float]]
     """Bytes of trainers and of engines on a training device, by phase."""
@@ -100,7 +103,9 @@ def make_plan(config: Config, shape: ModelShape, given: Assumptions) -> Plan:
     layout, critic = make_layout(config, shape), _critic(config, given)
     batches = make_batches(config, layout)
     memory = given.device_bytes
-    server = server_memory(config, shape, layout, batches, device_bytes=memory)
+    servers = _servers(config, shape, layout, batches, given)
+    server = next((own for group, own in servers if group is layout.server), None)
+    fullest = max((own for _, own in servers), key=lambda own: own.total, default=None)
     train = train_memory(
         config,
         shape,
@@ -111,8 +116,8 @@ def make_plan(config: Config, shape: ModelShape, given: Assumptions) -> Plan:
         others=_engine_weights(layout, server) + (critic.state(batches, given) if critic else 0.0),
     )
     spare = None
-    if layout.is_colocated and server is not None and memory is not None:
-        spare = spare_when_both_awake(config, train, server, memory)
+    if layout.is_colocated and fullest is not None and memory is not None:
+        spare = spare_when_both_awake(config, train, fullest, memory)
     sleeps = layout.trains and layout.is_colocated and server is not None and _sleeps(config, spare)
     parts: Mapping[str, float] = {}
     passes = _passes(config, layout, given)
@@ -125,8 +130,9 @@ def make_plan(config: Config, shape: ModelShape, given: Assumptions) -> Plan:
         batches=batches,
         train=train,
         server=server,
+        servers=tuple(own for _, own in servers),
         assumptions=given,
-        phases=phases(config, train, server, layout, sleeps=sleeps),
+        phases=phases(config, train, fullest, layout, sleeps=sleeps),
         sleeps=sleeps,
         spare=spare,
         host_asleep=_host_bytes(config, layout, train, sleeps=sleeps),
@@ -135,6 +141,17 @@ def make_plan(config: Config, shape: ModelShape, given: Assumptions) -> Plan:
         seconds=parts,
         total_seconds=total_seconds(config, parts) if parts else None,
     )
+
+
+def _servers(
+    config: Config, shape: ModelShape, layout: Layout, batches: Batches, given: Assumptions
+) -> list[tuple[ServerLayout, ServerMemory]]:
+    """Return groups of servers that the run starts, with the memory of each of their servers."""
+    return [
+        (group, server_memory(config, shape, layout, group, batches, device_bytes=given.device_bytes))
+        for group in layout.servers
+        if not group.is_external
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ def _generation(
     engines = layout.server
     if engines is None or server is None or not batches.response_tokens:
         return 0.0
-    samples = ceil(batches.samples / (engines.count * engines.ranks))
+    samples = ceil(batches.samples / layout.server_ranks(engines.kind))
     fits = max(1, server.cache_tokens // batches.sample_tokens)
     waves = ceil(samples / fits)
     at_once = ceil(samples / waves)
@@ -223,7 +223,8 @@ def _generation(
         step += rates.embedded_decode_s * shape.layers
         fixed = 0.0
     prompts = 2 * shape.active_parameters * batches.prompts * batches.prompt_tokens
-    prefill = prompts / (engines.count * engines.ranks) / _product_rate(shape, rates) / engines.shards
+    reads = next((group for group in layout.servers if group.kind == "prefill"), engines)
+    prefill = prompts / layout.server_ranks(reads.kind) / _product_rate(shape, rates) / reads.shards
     return waves * batches.response_tokens * step + prefill + fixed
 
 

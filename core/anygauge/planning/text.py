@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from anygauge.planning.memory import GIB, PROCESS
+from anygauge.planning.memory import GIB, PROCESS, ServerMemory
 from anygauge.planning.plan import Plan
 from anygauge.planning.rates import RATES
 
@@ -43,8 +43,9 @@ def table_lines(config: Config, plan: Plan) -> Iterator[str]:
     if plan.layout.trains:
         yield from _section("Device memory of the fullest training rank, GiB", _memory(plan))
     yield from _section("Device memory by phase, GiB", _phases(plan))
-    if plan.server is not None:
-        yield from _section("Rollout engine, GiB on each of its devices", _server(plan))
+    for group, server in zip(plan.layout.servers, plan.servers, strict=False):  # none of external ones
+        kind = "" if group.kind == "regular" else f" for {group.kind}"
+        yield from _section(f"Rollout engine{kind}, GiB on each of its devices", _server(server))
     if plan.layout.trains:
         yield from _section("Host and disk, GiB", _host(config, plan))
     if plan.seconds:
@@ -95,7 +96,7 @@ def _aligned(rows: Rows) -> Iterator[str]:
 
 
 def _layout(config: Config, plan: Plan) -> Rows:
-    layout, server = plan.layout, plan.layout.server
+    layout = plan.layout
     sizes = ("tensor", "pipeline", "context", "expert", "data")
     head = ("", "count", *sizes, "each holds")
     own = [str(getattr(layout, name)) for name in sizes]
@@ -103,11 +104,14 @@ def _layout(config: Config, plan: Plan) -> Rows:
     shards = 1
     if config.train.engine == "fsdp":
         shards = layout.workers // config.train.parallel.replicate
-    rows = [head]
+    rows: list[Sequence[str]] = [head]
     if layout.trains:
         rows.append(("training ranks", str(layout.workers), *own, _count(held / shards)))
-    if server is not None and not server.is_external:
+    for server in layout.servers:
+        if server.is_external:
+            continue
         name = "embedded engines" if server.is_embedded else "servers"
+        name += "" if server.kind == "regular" else f" for {server.kind}"
         shared = plan.shape.parameters / server.shards
         ranks = str(server.ranks * server.copies if server.copies == server.ranks else server.ranks)
         rows.append((name, str(server.count), str(server.shards), "1", "1", "1", ranks, _count(shared)))
@@ -146,9 +150,7 @@ def _phases(plan: Plan) -> Rows:
     return rows
 
 
-def _server(plan: Plan) -> Rows:
-    server = plan.server
-    assert server is not None
+def _server(server: ServerMemory) -> Rows:
     return [
         ("weights", _gib(server.weights)),
         (f"KV cache of {server.cache_tokens:,} tokens", _gib(server.cache)),
@@ -206,6 +208,7 @@ def as_json(plan: Plan, warnings: Sequence[str]) -> dict[str, Any]:
         "batch": {**asdict(plan.batches), "tokens": plan.batches.tokens},
         "train_bytes": {**asdict(plan.train), "peak": plan.train.peak},
         "engine_bytes": None if plan.server is None else asdict(plan.server),
+        "engines_bytes": [asdict(server) for server in plan.servers],
         "phase_bytes": {
             name: {"trainer": own, "engine": engine} for name, (own, engine) in plan.phases.items()
         },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +383,7 @@ def test_a_cache_is_divided_among_as_many_devices_as_there_are_key_heads() -> No
         return plan.server.cache
 
     assert cache(1) == 8 * cache(8) == 8 * cache(16)
+    assert cache(8, pp_size=2) == cache(8) / 2
     # data-parallel ranks that share the weights have a cache each
     assert cache(8, dp_size=4, enable_dp_attention=True) == cache(2)
     # all heads of latent attention read the same numbers
@@ -420,6 +422,30 @@ def test_servers_apart_have_devices_of_their_own() -> None:
     # a cache without a limit takes what is left of 0.85 of the device
     assert plan.server.weights + plan.server.cache == pytest.approx(0.85 * 80 * GIB)
     assert all(engine == 0 for _, engine in plan.phases.values())
+
+
+def test_every_group_of_servers_is_planned() -> None:
+    groups = [
+        {"kind": "prefill", "servers": 1, "sglang": {"mem_fraction_static": 0.5}},
+        {"kind": "decode", "servers": 2, "sglang": {"tp_size": 4}},
+        {"model": "judge", "path": "judge", "servers": 1, "sglang": {"tp_size": 2}},
+    ]
+    rollout = {"engine": "sglang", "max_new_tokens": 512, "groups": groups}
+    placement = {"train_workers": 1, "rollout_workers": 4}
+    config, plan = plan_of(DENSE, gib=90, rollout=rollout, placement=placement)
+    assert (plan.layout.devices, plan.layout.other_servers) == (1 + 1 + 2 * 4 + 2, 1)
+    prefill, decode = plan.servers
+    assert (prefill.weights, plan.server) == (4 * decode.weights, decode)
+    assert prefill.weights + prefill.cache == pytest.approx(0.5 * 90 * GIB)
+    assert any("memory of 1 servers of encoders or of other" in text for text in plan_warnings(config, plan))
+    lines = [line.split("  ")[1] for line in table_lines(config, plan) if line.startswith("  servers")]
+    assert lines == ["servers for prefill", "servers for decode"]
+    shape = replace(read_shape(DENSE), vocabulary=24_000_000)
+    lora = {"dtype": "bfloat16", "parallel": {"tensor": 8}, "lora": {"rank": 16}}
+    placement = {"train_workers": 8, "rollout_workers": 4}
+    both = {"rollout": rollout, "placement": placement, "train": lora}
+    with pytest.raises(DoesNotFitError, match=r"take 12\d\.\d GiB on each device of a server"):
+        check_fit(*plan_of(shape, gib=90, **both))
 
 
 def test_generation_beside_training_is_no_part_of_the_step() -> None:

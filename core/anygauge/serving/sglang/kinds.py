@@ -10,7 +10,15 @@ from anygauge.serving.server_plan import ServerPlan, plan_servers
 if TYPE_CHECKING:
     from anygauge.config import Config
 
-__all__ = ["context_room", "plan_arguments", "plan_copies", "plan_devices", "plan_ranks", "plan_stages"]
+__all__ = [
+    "context_room",
+    "plan_argument",
+    "plan_arguments",
+    "plan_copies",
+    "plan_devices",
+    "plan_ranks",
+    "plan_stages",
+]
 
 _OF_KIND: Mapping[str, Mapping[str, Any]] = {
     "regular": {},
@@ -36,6 +44,14 @@ def plan_arguments(config: Config, plan: ServerPlan) -> dict[str, Any]:
     """Return the user's arguments for a server, and those that its kind needs."""
     told = _LANGUAGE if plan.needs_encoders else {}
     return {**config.rollout.sglang, **plan.group.sglang, **_OF_KIND[plan.kind], **told}
+
+
+def plan_argument(config: Config, plan: ServerPlan, name: str) -> Any:
+    """Return one argument of a server, however it is spelled; ``None`` if it is not set.
+
+    :param name: As Python spells it, such as ``mem_fraction_static``.
+    """
+    return _plain(config, plan).get(name)
 
 
 def plan_devices(config: Config, plan: ServerPlan) -> int:
