@@ -65,6 +65,10 @@ class ServerLayout:
     """Pipeline stages of a server."""
     is_embedded: bool
     is_external: bool = False
+    quantization: str | None = None
+    """SGLang's name of how the servers quantize weights as they load them."""
+    cache_dtype: str | None = None
+    """SGLang's name of the dtype of the KV cache; ``None`` takes that of the weights."""
     static_part: float | None = None
     """Part of a device for weights and KV cache; ``None`` if the config does not say."""
 
@@ -235,5 +239,7 @@ def _group(config: Config, plans: Sequence[ServerPlan]) -> ServerLayout:
         stages=plan_stages(config, first),
         is_embedded=False,
         is_external=bool(config.rollout.external),
+        quantization=plan_argument(config, first, "quantization"),
+        cache_dtype=plan_argument(config, first, "kv_cache_dtype"),
         static_part=float(static) if isinstance(static, int | float) else None,
     )

@@ -44,6 +44,9 @@ TILE_SHARE = 8
 """A tile is at most this part of all logits."""
 SERVER_STATIC = 0.85
 """Part of a device that SGLang takes for weights and KV cache where nobody limits it."""
+ONE_BYTE = ("fp8", "w8a8_fp8", "w8a8_int8")
+"""SGLang's quantizations that leave a byte for each number of a linear layer; embedding and output layer stay
+as they are."""
 SERVER_FIXED = 1.5 * GIB
 """Assumed memory of a server beside weights, cache and logits: libraries, work space, device graphs."""
 PROCESS = 0.75 * GIB
@@ -291,8 +294,12 @@ def server_memory(
 ) -> ServerMemory:
     """Return the memory of the rollout engines of a group."""
     size = _server_itemsize(config)
-    weights = size * (shape.parameters - shape.others) / server.shards
-    bytes_of_token = size * shape.cache_numbers / server.stages
+    matrices = 1 if server.quantization in ONE_BYTE else size
+    inner = shape.layer_parameters + shape.expert_parameters
+    ends = shape.parameters - shape.others - inner
+    weights = (matrices * inner + size * ends) / server.shards
+    cache_size = 1 if str(server.cache_dtype).startswith("fp8") else size
+    bytes_of_token = cache_size * shape.cache_numbers / server.stages
     bytes_of_token /= min(server.cache_shards, shape.attention.cache_heads)
     in_flight = ceil(batches.samples / layout.server_ranks(server.kind))
     tokens = _cache_tokens(config, batches, in_flight, is_embedded=server.is_embedded)

@@ -16,7 +16,7 @@ import anygauge_models
 from anygauge.config import Config
 from anygauge.config.families import with_defaults
 from anygauge.planning.fit import check_fit, plan_warnings
-from anygauge.planning.memory import GIB
+from anygauge.planning.memory import GIB, ServerMemory
 from anygauge.planning.model_sizes import model_shape, read_config
 from anygauge.planning.plan import Assumptions, Plan, make_plan
 from anygauge.planning.rates import RATES
@@ -422,6 +422,18 @@ def test_servers_apart_have_devices_of_their_own() -> None:
     # a cache without a limit takes what is left of 0.85 of the device
     assert plan.server.weights + plan.server.cache == pytest.approx(0.85 * 80 * GIB)
     assert all(engine == 0 for _, engine in plan.phases.values())
+
+
+def test_a_server_may_quantize_its_layers_and_its_cache() -> None:
+    def server(**sglang: Any) -> ServerMemory:
+        rollout = SERVED | {"sglang": sglang}
+        _, plan = plan_of(DENSE, rollout=rollout, placement={"rollout_workers": 1})
+        assert plan.server is not None
+        return plan.server
+
+    plain, small = server(), server(quantization="fp8")
+    assert plain.weights - small.weights == read_shape(DENSE).layer_parameters
+    assert small.cache == plain.cache == 2 * server(**{"kv-cache-dtype": "fp8_e4m3"}).cache
 
 
 def test_every_group_of_servers_is_planned() -> None:
