@@ -15,7 +15,7 @@ echo "$* in $PWD: $(cat file), $(ls .. | tr '\\n' ' ')"
 """
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 """Without the repository that a git hook, which may run these tests, sets."""
-TARGETS = ["docs", "test", "test-fsdp", "test-parallel", "test-npu-set", "test-npu-sim", "test-sglang"]
+TARGETS = ["test", "test-fsdp", "test-parallel", "test-npu-set", "test-npu-sim", "test-sglang", "docs"]
 
 
 @pytest.fixture
