@@ -125,7 +125,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rule: _Rule) -> Tensor:
 
 
 def _attend_keys(q: Tensor, k: Tensor, v: Tensor, rule: _Rule) -> Tensor:
-    """Attend to keys, of which the first is a sink where there are sinks."""
+    """Attend to keys; if there are sinks, the first key is one."""
     is_plain = q.shape[2] == k.shape[2] and rule.window is None
     (count, heads, length, width), (_, key_heads, key_length, _) = q.shape, k.shape
     is_long = key_length > LONGEST_MATERIALIZED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from anygauge.plugins import Plugins
     from anygauge_hooks.types import BackendSpec
 
-__all__ = ["is_override", "local_path", "positive", "requested_backend", "split_arguments"]
+__all__ = ["finite", "is_override", "local_path", "positive", "requested_backend", "split_arguments"]
 
 _OVERRIDE = re.compile(r"""--[A-Za-z_]\w*(\.([\w:-]+|"[^"]*"))+(=.*)?""", re.DOTALL)
 """A key of a user's function is quoted: ``--rollout.filter_options."package.module:function".least=1``."""
@@ -31,6 +32,23 @@ def local_path(text: str) -> Path:
     if problem is not None:
         raise argparse.ArgumentTypeError(f"the path {problem}")
     return path
+
+
+def finite(text: str, unit: str = "") -> float:
+    """Return the finite number above 0 that an argument is, for :mod:`argparse`.
+
+    :param unit: For the error: `` of GiB``.
+
+    >>> finite("1.5")
+    1.5
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number{unit} above 0")
+    return number
 
 
 def positive(text: str) -> int:

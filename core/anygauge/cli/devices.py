@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from anygauge.cli.arguments import finite
 
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
@@ -33,22 +35,12 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-memory",
         metavar="GIB",
-        type=_gib,
+        type=partial(finite, unit=" of GiB"),
         help="memory of a device; default: that of --gpu, or of this host's device",
     )
     parser.add_argument(
         "--gpu", metavar="NAME", help="kind of GPU, such as H200; default: this host's, if it is known"
     )
-
-
-def _gib(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of GiB above 0")
-    return size
 
 
 def device_facts(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import platform
 import signal
@@ -20,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Literal
 
+from anygauge.cli.arguments import finite
 from anygauge.version import __version__
 from anygauge_hooks.errors import UnknownBackendError
 from anygauge_hooks.types import HostCheck
@@ -58,21 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=finite,
         default=90.0,
         metavar="SECONDS",
         help="for all probes together (default 90)",
     )
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
-    return seconds
 
 
 def run(args: argparse.Namespace) -> int:

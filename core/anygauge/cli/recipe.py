@@ -325,7 +325,7 @@ def _sizes(model: ModelFacts, machine: Machine, task: str, engine: str | None) -
 
 
 def _guess(model: ModelFacts, machine: Machine, engine: str | None) -> tuple[int, str]:
-    """Return tokens of a micro-batch and recompute, of a model of which at most the size is known."""
+    """Return micro-batch tokens and recompute mode if no more than the size of the model is known."""
     billions = model.billions or 4.0
     free = machine.memory_gib * 0.9 - state_gib(billions, machine.devices)
     fits = _power_of_two(free * GIB / 2 / (LOGIT_BYTES * model.vocabulary))

@@ -24,7 +24,7 @@ METERS: Mapping[str, Mapping[str, Callable[[list[float]], float]]] = {
     "power_capped": {"perf/device_power_capped": max},
     "thermal_slowed": {"perf/device_thermal_slowed": max},
 }
-"""Names of the metrics, and what is told of all devices, by what :meth:`Device.meters` calls it."""
+"""Metrics, and how the values of all devices are reduced to one, by their names in :meth:`Device.meters`."""
 
 
 def worker_memory(device: Device) -> dict[str, float]:

@@ -291,7 +291,7 @@ def _took_no_step(directory: Path) -> bool:
     """Return whether a run ended before its first step: it may start again with any config."""
     if not all((directory / name).is_file() for name in MARKS) or checkpoint_paths(directory / CHECKPOINTS):
         return False
-    if any(True for name in AFTER_A_STEP for _ in directory.glob(name)):
+    if any(any(directory.glob(name)) for name in AFTER_A_STEP):
         return False
     metrics = directory / METRICS_FILE
     if not metrics.exists():  # as without the tracker jsonl

@@ -29,4 +29,4 @@ class GenerationClient:
     overlaps: bool = True
     """Whether engines generate while groups are scored."""
     pause: Callable[[], None] | None = None
-    """Lets new requests wait for the next update of weights; ``None`` if engines keep requests over it."""
+    """Keeps new requests waiting until the next weight update; ``None`` if engines keep requests over it."""

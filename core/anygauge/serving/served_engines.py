@@ -72,7 +72,7 @@ class ServedEngines:
         return self._config.weight_sync.pause != "abort" and all(peer.keeps_requests for peer in peers)
 
     def _pause(self) -> None:
-        """Pause the servers for those who ask: nobody's request is in the way of the next update."""
+        """Keep new requests in the queue until the next update of the weights."""
         self._servers.mark(sorted(self._servers.synced), "paused")
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:

@@ -47,7 +47,7 @@ def fired(steps: Iterable[Metrics], limits: Mapping[RuleName, Limit] = LIMITS) -
 
 
 def steps(count: int, /, **courses: Sequence[float]) -> list[Metrics]:
-    """Return healthy steps in which some metrics take other values, the last of which stays.
+    """Return healthy steps in which some metrics take given values; the last value repeats.
 
     :param courses: By name, with ``__`` for ``/`` and without ``@``.
     """
@@ -83,7 +83,7 @@ FAULTS: Mapping[RuleName, tuple[list[Metrics], int]] = {
     "memory_growth": (steps(60, perf__worker_rss_gib=[2 + 0.04 * step for step in range(60)]), 60),
     "host_memory": (steps(5, perf__host_memory_ratio=course((2, 0.9), (3, 0.97))), 4),
 }
-"""Steps with the fault of each rule, and the step at which it is told."""
+"""Steps with the fault of each rule, and the step at which the rule fires."""
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""When a rule is told of: as it begins to fire, gets twice as bad, and is over."""
+"""Warnings of a rule: when it begins to fire, gets twice as bad, and clears."""
 
 from __future__ import annotations
 

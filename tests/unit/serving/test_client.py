@@ -172,7 +172,7 @@ def test_an_abort_returns_what_there_is(server: FakeServer) -> None:
 def test_a_batch_that_an_abort_breaks_is_not_sent_again(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
 ) -> None:
-    """SGLang refuses a batch of which it had not read all; nobody would abort its requests under new ids."""
+    """SGLang refuses a batch that an abort hits half read. Requests sent again would miss that abort."""
 
     async def ask_once() -> Generation:
         async with connected(server) as client:

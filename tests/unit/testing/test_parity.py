@@ -1,4 +1,4 @@
-"""``anygauge parity``: sides that agree have no divergence, and a wrong one is told by its first wrong op."""
+"""``anygauge parity``: sides that agree have no divergence; otherwise the first wrong op is named."""
 
 from __future__ import annotations
 

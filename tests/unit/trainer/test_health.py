@@ -107,7 +107,7 @@ def test_limits_that_are_off(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_where_its_metrics_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """So that a rule which needs ten steps does not begin anew, and nothing is told twice."""
+    """A rule over ten steps does not start over, and no warning is repeated."""
     tracker, whole = JsonlTracker(tmp_path / METRICS_FILE), HealthMonitor(config(), tmp_path)
     steps = [{"rollout/truncated_ratio": 0.7, "rollout/lag/max": 3 if step == 3 else 0} for step in range(12)]
     for step, metrics in enumerate(steps, 1):

@@ -111,7 +111,7 @@ class EngineClient:
             with suppress(RefusedTogetherError):
                 async with self._attempt(request, ends) as rid:
                     return await self._batches.generate(request, rid, rank=rank, ends=ends)
-            if self._aborts != aborts:  # the engine refuses a batch of which it had not read all
+            if self._aborts != aborts:  # SGLang refuses a batch if an abort hits it half read
                 return Generation((), (), (), "abort")
         return read_answer(await self._request(request, rank, handover, ends), self.name, request)
 
