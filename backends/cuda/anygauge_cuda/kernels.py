@@ -23,7 +23,7 @@ __all__ = ["kernels", "layer_norm", "tile_math"]
 MODULES: Mapping[KernelOp, str] = {
     "add_rms_norm": "norms",
     "causal_conv1d": "convolution",
-    "gated_delta_rule": "recurrence",
+    "gated_delta_rule": "delta_rule",
     "grouped_matmul": "grouped",
     "qk_norm_rotary": "qkv",
     "rms_norm": "norms",
@@ -40,9 +40,6 @@ LIMITS: Mapping[KernelOp, Mapping[str, Sequence[Any]]] = {
     "gated_delta_rule": {"head_dim": range(1, 129)},  # what a multiprocessor has memory for
 }
 
-WIDE_HEADS: Mapping[str, Sequence[Any]] = {"head_dim": range(65, 129)}
-"""Sizes of heads with which the faster gated delta rule passes the conformance suite on an H200."""
-
 
 def kernels() -> Iterable[KernelImpl]:
     """Return the kernels of this backend."""
@@ -50,9 +47,6 @@ def kernels() -> Iterable[KernelImpl]:
         *_attention(),
         *_by_torch(),
         *(_in_triton(op, module) for op, module in MODULES.items()),
-        # Five times as fast, but second: on Hopper, gradients of one conformance case are wrong (small heads,
-        # thousands of tokens), and Triton 3.4 to 3.7 also made flash-linear-attention's wrong there.
-        replace(_in_triton("gated_delta_rule", "delta_rule"), priority=-1, limits=WIDE_HEADS),
         KernelImpl(
             op="linear_logprob",
             fn=tile_math,

@@ -1,4 +1,4 @@
-"""On a GPU kernels give the same bits twice, and the host waits for none but what brings lengths there."""
+"""Kernels on a GPU give the same bits each time; the host waits for none but what brings lengths there."""
 
 from __future__ import annotations
 
@@ -66,12 +66,14 @@ def test_a_sum_and_its_norm_have_the_bits_of_two_steps(width: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_same_bits_twice(kernel: KernelImpl) -> None:
+def test_the_same_bits_each_time(kernel: KernelImpl) -> None:
+    """A race shows in some runs only."""
     case = biggest_case(kernel.op)
     inputs = inputs_of(case, "bfloat16", contiguous, GPU)
-    one, other = (evaluate(kernel.fn, case, [x.clone() for x in inputs]) for _ in range(2))
-    for first, second in zip(one.outputs + one.gradients, other.outputs + other.gradients, strict=True):
-        assert torch.equal(first, second)
+    results = [evaluate(kernel.fn, case, [x.clone() for x in inputs]) for _ in range(10)]
+    first = [*results[0].outputs, *results[0].gradients]
+    for other in results[1:]:
+        assert all(map(torch.equal, first, [*other.outputs, *other.gradients]))
 
 
 @pytest.mark.parametrize("kernel", [each for each in KERNELS if each.values[0].op not in LENGTHS])

@@ -11,6 +11,9 @@ part of the columns of its state. On Hopper, Triton 3.4 to 3.7 gives wrong produ
 registers (https://github.com/fla-org/flash-linear-attention/issues/984). So left factors are loaded
 transposed, except bfloat16 inputs, which are transposed in shared memory. Where the transpose of a product
 is needed, it is computed as a product.
+
+The loops of ``through_mixing`` and ``through_system`` have a barrier: overlapped by Triton 3.6 on an H200,
+their iterations gave wrong gradients for some shapes, others in each run, or read outside of memory.
 """
 
 from __future__ import annotations
@@ -447,6 +450,7 @@ def through_mixing(
         read += _product(given, tl.trans(state), EXACT)
         written += _product(slope, tl.trans(fresh), EXACT)
         carried += tl.sum(state.to(tl.float32) * slope.to(tl.float32), 1)
+        tl.debug_barrier()  # so that Triton does not overlap iterations
     sums = _sums(tl.load(g + place, mask=here, other=0.0))
     known = tl.load(before + place, mask=here, other=0.0)
     kept = tl.load(after + place, mask=here, other=0.0)
@@ -525,6 +529,7 @@ def through_system(
         steepness += tl.sum(wide * values.to(tl.float32), 1)
         slope = strength[:, None] * wide
         _put(dv + head * WIDTH, slope, token, HEADS * WIDTH, here, column, WIDTH, PART)
+        tl.debug_barrier()  # so that Triton does not overlap iterations
     sums = _sums(tl.load(g + place, mask=here, other=0.0))
     known = tl.load(before + place, mask=here, other=0.0)
     keys = _rows(k + head * k_head, token, k_step, here, 0, DEPTH, ROWS)

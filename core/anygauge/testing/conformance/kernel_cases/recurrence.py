@@ -93,6 +93,7 @@ CASES = [
     delta_case("alike-keys", (130, 7), 2, decay=1e-3, spread=0.5),  # U is small beside its terms
     delta_case("narrow-values", (5, 0, 17), width=32, value_width=8, scale=1.0),
     delta_case("wide-heads", (5, 66), 2, 128, 64),
+    delta_case("wide-values", (130, 3), 1, 128, 256),
     delta_case("many-heads", (9, 4), 33, 8, 8),
     delta_case("many-sequences", (1, 2, 0) * 12, 2, 8, 8),
     replace(delta_case("long", (4200, 3), 1, 8, 256, decay=1e-2), in_one_dtype=True),
