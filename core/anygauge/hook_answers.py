@@ -44,6 +44,10 @@ class RecordedPlugin:
             hook = options.get("specname") or attribute
             setattr(self, attribute, hookimpl(record(name, hook, getattr(plugin, attribute)), **options))
 
+    def __dir__(self) -> list[str]:
+        """Return the implementations alone: pluggy looks at each name for a hook."""
+        return [*vars(self)]
+
 
 def call_collecting(caller: pluggy.HookCaller, arguments: Mapping[str, Any]) -> list[Owned]:
     """Call a collecting hook and return all items in registration order.

@@ -191,7 +191,7 @@ class Plugins:
         """Register the implementations of a plugin."""
         try:
             self.manager.register(plugin, name=name)
-            _check_hook_names(self.manager, plugin, self.hooks())
+            _check_hook_names(self.manager, plugin, self.hooks)
         except (PluginError, pluggy.PluginValidationError):
             if self.manager.is_registered(plugin):
                 self.manager.unregister(plugin)
@@ -482,16 +482,21 @@ class _Description:
 def _plugin_info(plugin: RecordedPlugin) -> PluginInfo:
     """Return a plugin's description of itself, before anything else of it is checked."""
     manager = pluggy.PluginManager(PROJECT)
+    options = filter(None, (manager.parse_hookimpl_opts(plugin, name) for name in dir(plugin)))
+    if "describe_plugin" not in {*dir(plugin), *(each.get("specname") for each in options)}:
+        return PluginInfo(contract_version=1)  # most have none, and a manager takes as long as all else
     manager.add_hookspecs(_Description)
     manager.register(plugin)
     return manager.hook.describe_plugin() or PluginInfo(contract_version=1)
 
 
-def _check_hook_names(manager: pluggy.PluginManager, plugin: RecordedPlugin, known: Sequence[str]) -> None:
+def _check_hook_names(
+    manager: pluggy.PluginManager, plugin: RecordedPlugin, known: Callable[[], Sequence[str]]
+) -> None:
     for caller in manager.get_hookcallers(plugin) or ():
         (own,) = [one for one in caller.get_hookimpls() if one.plugin is plugin]
         if not caller.has_spec() and not own.optionalhook:
-            close = difflib.get_close_matches(caller.name, known, n=1)  # many names differ in one word alone
+            close = difflib.get_close_matches(caller.name, known(), n=1)  # many differ in one word alone
             suggestion = f" (did you mean {close[0]}?)" if close else ""
             raise PluginError(f"unknown hook {caller.name!r}{suggestion}")
 
@@ -533,8 +538,9 @@ def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
     if os.environ.get("ANYGAUGE_TRACE_HOOKS"):
         _trace(plugins.manager)
     loaded: dict[str, object] = {name: importlib.import_module(name) for name in DEFAULT_PLUGINS}
+    entries = entry_points()  # once: it reads the metadata of every distribution
     for group in (BACKENDS_GROUP, PLUGINS_GROUP):
-        for entry in sorted(entry_points(group=group)):
+        for entry in sorted(entries.select(group=group)):
             if only is None or entry.name in only:
                 name = entry.name if entry.name not in loaded else f"{entry.name} ({entry.value})"
                 with _kept_error(plugins.load_errors, name):

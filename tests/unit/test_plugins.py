@@ -88,7 +88,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
             monkeypatch.delitem(sys.modules, module, raising=False)
             entries.append(EntryPoint(name, module, plugins_module.PLUGINS_GROUP))
         found = EntryPoints(entries)
-        monkeypatch.setattr(plugins_module, "entry_points", lambda group: found.select(group=group))
+        monkeypatch.setattr(plugins_module, "entry_points", found.select)
 
     return install
 
@@ -499,7 +499,8 @@ def described(**facts: Any) -> Callable[[], PluginInfo]:
 
 def test_a_plugin_of_another_contract_is_refused_for_that_reason(plugins: Plugins) -> None:
     newer = plugin(report_weather=lambda: None)
-    newer.describe_plugin = described(contract_version=CONTRACT_VERSION + 1)
+    info = PluginInfo(contract_version=CONTRACT_VERSION + 1)
+    newer.about = hookimpl(lambda: info, specname="describe_plugin")
     with pytest.raises(PluginError, match=rf"for version {CONTRACT_VERSION + 1} of the contract") as caught:
         plugins.register(newer, "newer")
     assert "weather" not in str(caught.value)
