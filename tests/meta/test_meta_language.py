@@ -6,6 +6,7 @@ import ast
 import re
 import runpy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -51,29 +52,49 @@ NOT_IN_DOCUMENTS = (
 RIDDLE = r":(?:param \w+|returns|raises \w+): +(?:What|Of|By|That|Who|Whom)\b.*"
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Facts of a module. Its tree is not kept: all are two million objects, which slow later tests."""
+
+    definitions: list[tuple[str, bool]]
+    """Qualified names, and whether they are of classes."""
+    docstrings: list[tuple[int, str]]
+    """Line and text, of attributes and constants too."""
+    found: int
+    """How often a local variable or an argument is named so."""
+
+
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def read(path: Path) -> Source:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = []
+    found = 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                docstrings.append((node.lineno, text.strip()))
+            case ast.Name(id="found") | ast.arg(arg="found"):
+                found += 1
+    return Source([*definitions(tree)], docstrings, found)
 
 
 def words(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
 
 
-def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the definitions in a node; no expression has one."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield prefix + child.name, child
+            yield prefix + child.name, isinstance(child, ast.ClassDef)
             yield from definitions(child, f"{prefix}{child.name}.")
-        else:
+        elif isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
             yield from definitions(child, prefix)
 
 
-def is_judged(path: str, name: str, node: ast.AST) -> bool:
+def is_judged(path: str, name: str, is_class: bool) -> bool:
     """Classes of all files; functions of what ships. A test's own name is a sentence."""
-    return isinstance(node, ast.ClassDef) or (
-        path.startswith(SHIPPED) and not name.rpartition(".")[2].startswith("test_")
-    )
+    return is_class or (path.startswith(SHIPPED) and not name.rpartition(".")[2].startswith("test_"))
 
 
 def test_no_module_has_a_retired_name() -> None:
@@ -90,27 +111,19 @@ def test_no_class_or_function_has_a_retired_name() -> None:
     retired = {
         f"{path.relative_to(ROOT)}: {name}": f"write {RETIRED[word]}"
         for path in SOURCES
-        for name, node in definitions(tree_of(path))
-        if is_judged(str(path.relative_to(ROOT)), name, node)
+        for name, is_class in read(path).definitions
+        if is_judged(str(path.relative_to(ROOT)), name, is_class)
         for word in words(name.rpartition(".")[2]) & RETIRED.keys()
         if (str(path.relative_to(ROOT)), name) not in EXCEPTIONS
     }
     assert retired == {}
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every docstring, those of attributes and constants included."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str(text))):
-                yield node.lineno, text.strip()
-
-
 def test_no_docstring_begins_with_a_relative_or_a_preposition() -> None:
     riddles = [
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
         for path in SOURCES
-        for line, text in docstrings(tree_of(path))
+        for line, text in read(path).docstrings
         if re.match(r"(What|Of|By|That)\b", text)
     ]
     assert riddles == []
@@ -121,7 +134,7 @@ def test_no_field_of_a_docstring_begins_with_a_relative_or_a_preposition() -> No
         f"{path.relative_to(ROOT)}: {field}"
         for path in SOURCES
         if str(path.relative_to(ROOT)).startswith(SHIPPED)
-        for _, text in docstrings(tree_of(path))
+        for _, text in read(path).docstrings
         for field in re.findall(RIDDLE, text)
     ]
     assert riddles == []
@@ -133,17 +146,7 @@ def test_a_field_that_begins_so_is_noticed() -> None:
 
 
 def test_a_local_variable_has_the_name_of_what_it_holds() -> None:
-    nodes = (
-        node
-        for path in SOURCES
-        if path.relative_to(ROOT).parts[0] in SHIPPED
-        for node in ast.walk(tree_of(path))
-    )
-    found = sum(
-        (isinstance(node, ast.Name) and node.id == "found")
-        or (isinstance(node, ast.arg) and node.arg == "found")
-        for node in nodes
-    )
+    found = sum(read(path).found for path in SOURCES if path.relative_to(ROOT).parts[0] in SHIPPED)
     assert found < FOUND_MOST
 
 

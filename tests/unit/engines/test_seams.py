@@ -91,12 +91,12 @@ def changed(before: Identities, now: Identities) -> set[str]:
 
     A module that is first imported in between has nothing to compare with; :func:`kept` looks into it.
     """
+    different = before.keys() - now.keys()
+    different |= {name for name, value in now.items() if before.get(name, ABSENT) is not value}
+    if not different:
+        return set()
     known = {name.rpartition(".")[0] for name in before}
-    return {
-        name
-        for name in before.keys() | now.keys()
-        if before.get(name, ABSENT) is not now.get(name, ABSENT) and name.rpartition(".")[0] in known
-    }
+    return {name for name in different if name.rpartition(".")[0] in known}
 
 
 def kept(before: Identities, inside: Identities, after: Identities) -> set[str]:
@@ -263,9 +263,10 @@ def test_before_inside_and_after_match_the_ledger(
     used = changed(before, after)
     for where, seen in witness.seen.items():
         for inside in seen:
-            used |= changed(before, inside)
-            assert scoped - changed(before, inside) == set(), where
-            assert unlisted(changed(before, inside), own_state, set(scoped)) == set(), where
+            replaced = changed(before, inside)
+            used |= replaced
+            assert scoped - replaced == set(), where
+            assert unlisted(replaced, own_state, set(scoped)) == set(), where
             assert kept(before, inside, after) == set(), where
     assert {row for row in own_state if not any(matches(name, row) for name in used)} == set()
 
