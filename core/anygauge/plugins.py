@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from types import ModuleType
 from typing import Any, cast
@@ -573,6 +574,7 @@ def _trace(manager: pluggy.PluginManager) -> None:
     manager.enable_tracing()
 
 
+@cache
 def published_backends() -> tuple[str, ...]:
     """Return the backends that an extra of this distribution installs; used in hints only."""
     try:
