@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -18,6 +19,12 @@ Serve = Callable[..., AbstractAsyncContextManager[Served]]
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a tokenizer that merges characters, and a template that shortens history."""
     return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> Any:
+    """Return Anthropic's client, a tenth of the imports of all tests: one process alone needs it."""
+    return import_module("anthropic")
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import anthropic
 import pytest
 
+pytestmark = pytest.mark.usefixtures("anthropic")
 WEATHER = {
     "name": "weather",
     "description": "Weather of a city",
@@ -112,7 +112,7 @@ def test_one_call_at_a_time(serve: Any) -> None:
     asyncio.run(main())
 
 
-def test_what_is_refused(serve: Any) -> None:
+def test_what_is_refused(serve: Any, anthropic: Any) -> None:
     async def main() -> None:
         async with serve([], sampling="refuse") as served, served.anthropic(max_retries=0) as client:
             for status, kind, changed in (

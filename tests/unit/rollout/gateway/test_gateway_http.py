@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -41,7 +40,7 @@ def test_requests_that_no_client_sends_get_an_error_of_the_api(serve: Any) -> No
     asyncio.run(main())
 
 
-def test_a_generation_that_takes_too_long_is_ended(serve: Any) -> None:
+def test_a_generation_that_takes_too_long_is_ended(serve: Any, anthropic: Any) -> None:
     async def main() -> None:
         async with serve(["four", "four"], timeout_s=0.02) as served:
             served.generator.hold.clear()
@@ -71,7 +70,7 @@ def test_many_connect_while_the_loop_is_busy(serve: Any) -> None:
     asyncio.run(main())
 
 
-def test_models_as_each_api_lists_them(serve: Any) -> None:
+def test_models_as_each_api_lists_them(serve: Any, anthropic: Any) -> None:
     async def main() -> None:
         async with serve([], models=["Qwen/Qwen3-0.6B", "policy"]) as served:
             async with served.openai() as client:

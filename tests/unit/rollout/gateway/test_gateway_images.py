@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -21,6 +20,7 @@ from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_tests.scripted import ScriptedGenerator
 
+pytestmark = pytest.mark.usefixtures("anthropic")
 ONE, TWO = "data:image/png;base64,MQ==", "data:image/png;base64,MjI="
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -75,9 +75,11 @@ def openai_client(gateway: Gateway, session: Any) -> Any:
 
 
 def anthropic_client(gateway: Gateway, session: Any) -> Any:
-    http = anthropic.DefaultAsyncHttpxClient(verify=False)
+    from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
+
+    http = DefaultAsyncHttpxClient(verify=False)
     url, key = gateway.anthropic_url(session), gateway.key(session)
-    return anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0, http_client=http)
+    return AsyncAnthropic(base_url=url, api_key=key, max_retries=0, http_client=http)
 
 
 def shown(url: str) -> dict[str, Any]:
@@ -168,7 +170,9 @@ def test_what_cannot_be_shown_is_refused(tokenizer: Any, content: Any, sees: boo
     assert asyncio.run(talk.run(converse, sees=sees)) == []
 
 
-def test_images_of_a_session_are_bounded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_a_session_are_bounded(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, anthropic: Any
+) -> None:
     """Also those of requests that only count tokens, which cost nothing of the budget."""
     monkeypatch.setattr(images, "MOST_IMAGES", 1)
 
