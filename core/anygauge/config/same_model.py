@@ -18,7 +18,13 @@ __all__ = ["differing_keys"]
 
 _TOWER_TRAINING = ("architectures", "dtype", "initializer_range", "transformers_version")
 """Fields of a tower's config that say nothing of what it computes."""
-_MODEL_TRAINING = (*_TOWER_TRAINING, "max_position_embeddings", "torch_dtype", "use_cache")
+_MODEL_TRAINING = (
+    *_TOWER_TRAINING,
+    "max_position_embeddings",
+    "torch_dtype",
+    "use_cache",
+    "quantization_config",
+)
 """The same of a whole model's config, for engines that do not describe their models."""
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "PREDICTION_HEADS",
     "TensorReader",
     "config_of_weights",
+    "open_files",
     "open_tensors",
     "read_config",
     "reading_config",
@@ -116,7 +117,17 @@ class TensorReader:
 
 @contextmanager
 def open_tensors(directory: Path) -> Iterator[TensorReader]:
-    """Open all safetensors files of a directory; tensors are read when asked for.
+    """Open all safetensors files of a directory; tensors are read as they are, when asked for.
+
+    :raises CheckpointError: As of :func:`open_files`.
+    """
+    with open_files(directory) as files:
+        yield TensorReader(files)
+
+
+@contextmanager
+def open_files(directory: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the open safetensors file of each tensor of a directory, by name.
 
     :raises CheckpointError: There are none, one is torn or missing, two hold one tensor, or the index is
         malformed.
@@ -133,7 +144,7 @@ def open_tensors(directory: Path) -> Iterator[TensorReader]:
                         hint="Which one is right? Remove the other, or download the directory again.",
                     )
                 places[name], files[name] = path, handle
-        yield TensorReader(files)
+        yield files
 
 
 def write_directory(

@@ -14,7 +14,8 @@ from torch import Tensor
 from anygauge.config import Config
 from anygauge.config.families import family
 from anygauge.data.template import TemplateRefusal, apply_template
-from anygauge.engines.hf_directory import TensorReader, open_tensors, read_config
+from anygauge.engines.dequantize import open_unquantized
+from anygauge.engines.hf_directory import TensorReader, read_config
 from anygauge.observability.host import read_memory
 from anygauge.plugins import Plugins
 from anygauge.testing.model_numbers import (
@@ -143,7 +144,7 @@ class _Check:
         return tokenizer, encoded, CheckRow("tokenizer", "PASS", found)
 
     def _memory(self) -> CheckRow:
-        with open_tensors(self.directory) as source:
+        with open_unquantized(self.directory) as source:
             weights = sum(_size(source.shape(name)) for name in source.names)
         needed, available = weights * BYTES_PER_WEIGHT, read_memory().available
         found = f"needs {needed:,} bytes for {weights:,} weights, {available:,} are available"
@@ -165,7 +166,7 @@ class _Check:
         return engine
 
     def _stored(self) -> int:
-        with open_tensors(self.directory) as source:
+        with open_unquantized(self.directory) as source:
             return len(source.names)
 
     def _reference(self, sequences: Sequence[Sequence[int]]) -> tuple[Reference, CheckRow]:
@@ -201,7 +202,7 @@ class _Check:
         return (*self.spec.unused_weights(self.hf), *of_towers)
 
     def _round_trip(self, engine: TrainEngine, ignored: Sequence[str]) -> tuple[bool, str]:
-        with open_tensors(self.directory) as source:
+        with open_unquantized(self.directory) as source:
             problems: list[str] = []
             exported: set[str] = set()
             turned: list[str] = []

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from anygauge.engines.hf_directory import open_tensors, read_config, write_directory
+from anygauge.engines.dequantize import open_unquantized
+from anygauge.engines.hf_directory import read_config, write_directory
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import text_config
 
@@ -36,7 +37,7 @@ def cut_model(source: Path, target: Path, count: int) -> None:
     changes = _cut(config, whole, count)
     if "text_config" in config:
         changes |= {"text_config": {**config["text_config"], **_cut(config["text_config"], whole, count)}}
-    with open_tensors(source) as tensors:
+    with open_unquantized(source) as tensors:
         kept = [name for name in sorted(tensors.names) if _number(name) < count]
         write_directory(
             target, source, ((name, tensors(name)) for name in kept), torch.float32, changes=changes

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anygauge.engines.dequantize import open_unquantized
 from anygauge.engines.fsdp.model import decoder_layers
 from anygauge_hooks.errors import ConfigError
 
@@ -78,13 +79,17 @@ def _load(directory: Path, trusted: bool) -> tuple[Any, list[str]]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trusted}
+    source: Path | None = directory
     try:
         config = AutoConfig.from_pretrained(directory, **options)
         sees = AutoModelForImageTextToText._model_mapping
         is_text = type(config) in AutoModelForCausalLM._model_mapping or type(config) not in sees
         auto: Any = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+        if getattr(config, "quantization_config", None) is not None:
+            auto, source = auto._model_mapping[type(config)], None
+            options |= _dequantized(directory, config)
         model, info = auto.from_pretrained(
-            directory,
+            source,
             dtype=torch.float32,
             attn_implementation="eager",
             output_loading_info=True,
@@ -104,6 +109,16 @@ def _load(directory: Path, trusted: bool) -> tuple[Any, list[str]]:
         f"{kind}: {name}" for kind, key in kinds.items() for name in sorted(map(str, info.get(key, ())))
     ]
     return model.eval(), problems
+
+
+def _dequantized(directory: Path, config: Any) -> dict[str, Any]:
+    """Return what an FP8 model is loaded from; transformers' own reader needs blocks that divide the weights.
+
+    :param config: Loses its ``quantization_config``.
+    """
+    del config.quantization_config
+    with open_unquantized(directory) as source:
+        return {"config": config, "state_dict": {name: source(name) for name in source.names}}
 
 
 def _log_probs(model: Any, tokens: Sequence[int], forbidden: Sequence[int]) -> Tensor:

@@ -19,7 +19,7 @@ from anygauge.config.schema import Parallel
 from anygauge.engines.megatron import plugin as megatron
 from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks import hookimpl
-from anygauge_hooks.engines import TrainEngineSpec
+from anygauge_hooks.engines import RolloutEngineSpec, TrainEngineSpec
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.media import MediaKind
 from anygauge_hooks.megatron import megatron_model, with_megatron
@@ -64,13 +64,8 @@ BAD = [
         "describes 5 layers, and its num_hidden_layers is 3",
     ),
     ("qwen3_5_moe", {"layer_types": ["full_attention"] * 2}, "describes 2 layers"),
-    ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "anygauge convert --to-bfloat16"),
-    ("deepseek_v3", {"quantization_config": []}, "anygauge convert --to-bfloat16"),
-    (
-        "qwen3",
-        {"quantization_config": {"quant_method": "bitsandbytes"}},
-        "(QLoRA) are not supported, because",
-    ),
+    ("qwen3", {"quantization_config": {"quant_method": "gptq"}}, "only FP8 weights can: quant_method is 'gp"),
+    ("deepseek_v3", {"quantization_config": []}, "name the model that was quantized"),
 ]
 
 
@@ -186,6 +181,23 @@ def test_other_placeholders_make_another_model() -> None:
     spec = FAMILIES["glm4v"]
     other = {**spec.tiny(), "image_token_id": 7}
     assert differing_keys(spec, spec.tiny(), other, MEGATRON) == ["image_token_id"]
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def test_fp8_weights_are_read_by_train_engines_and_not_by_servers(
+    load: Load, plugins: Plugins, model_dir: Path
+) -> None:
+    write(model_dir, quantization_config=FP8)
+    load({})
+    served: Any = RolloutEngineSpec(name="server", serve=lambda *_: None)
+    plugins.register(SimpleNamespace(register_rollout_engines=hookimpl(lambda: [served])), "server")
+    with pytest.raises(ConfigError, match=r"model\.path: .*servers of server would load its FP8 weights"):
+        load({"placement": "rollout_workers = 1"}, ["--rollout.engine=server"])
+    spec = FAMILIES["qwen3"]
+    hf = spec.tiny()
+    assert differing_keys(spec, hf, {**hf, "quantization_config": FP8}, OTHER) == []
 
 
 def test_a_bad_model_is_a_problem_of_its_path(load: Load, model_dir: Path) -> None:

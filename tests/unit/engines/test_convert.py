@@ -351,7 +351,7 @@ def test_a_target_that_cannot_be_made_is_refused_before_anything_is_read(
 ) -> None:
     source = tiny_qwen3(tmp_path / "hf")
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(conversion, "open_tensors", None)
+    monkeypatch.setattr(conversion, "open_unquantized", None)
     with pytest.raises(CheckpointError, match=r"Cannot convert into .*out: .*Not a directory"):
         hf_to_megatron(source, tmp_path / "file" / "out", plugins)
 
@@ -361,7 +361,7 @@ def test_the_current_directory_and_a_mount_are_no_targets(
 ) -> None:
     source = tiny_qwen3(tmp_path / "hf")
     (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(conversion, "open_tensors", None)
+    monkeypatch.setattr(conversion, "open_unquantized", None)
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "empty")
     with pytest.raises(CheckpointError, match="it is where a file system is mounted"):
         hf_to_megatron(source, tmp_path / "empty", plugins)

@@ -17,33 +17,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from anygauge.cli import main
 from anygauge.engines import dequantize as module
-from anygauge.engines.dequantize import block_size, dequantize, to_bfloat16
+from anygauge.engines.dequantize import dequantize, open_unquantized, to_bfloat16
+from anygauge.hub.quantization import fp8_block
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.errors import CheckpointError
-
-BLOCK = (8, 16)
-FP8 = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}
-Scale = Callable[[Tensor], Tensor]
-
-
-def blocks(weight: Tensor) -> Tensor:
-    """Return a scale for each block of a weight; the last blocks may be smaller."""
-    rows, columns = (math.ceil(size / block) for size, block in zip(weight.shape, BLOCK, strict=True))
-    scale = torch.empty(rows, columns)
-    for row in range(rows):
-        for column in range(columns):
-            part = weight[row * BLOCK[0] :, column * BLOCK[1] :][: BLOCK[0], : BLOCK[1]]
-            scale[row, column] = part.abs().max() / 448
-    return scale
-
-
-def expanded(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Return the scale of each element, one by one."""
-    values = torch.empty(shape)
-    for row in range(shape[0]):
-        for column in range(shape[1]):
-            values[row, column] = scale[row // BLOCK[0], column // BLOCK[1]]
-    return values
+from anygauge_tests.fp8 import BLOCK, FP8, Scale, expanded, quantized
 
 
 @pytest.fixture
@@ -51,29 +29,6 @@ def model(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     tiny_qwen3(directory, hidden=24, heads=2, head_dim=12, mlp=36, layers=1, vocab_size=32)
     return directory
-
-
-def quantized(model: Path, *, end: str = "_scale_inv", scale: Scale = blocks, **config: Any) -> Path:
-    """Write the FP8 directory of a model and return it."""
-    target = model.parent / "fp8"
-    target.mkdir()
-    weights: dict[str, Tensor] = {}
-    for name, weight in load_file(model / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
-            scales = scale(weight.float()).to(torch.bfloat16)
-            whole = scales if scales.numel() == 1 or scales.shape[1] == 1 else expanded(scales, weight.shape)
-            weights[name] = (weight.float() / whole.float()).to(torch.float8_e4m3fn)
-            weights[name + end] = scales
-        else:
-            weights[name] = weight
-    save_file(weights, target / "model.safetensors")
-    for file in model.iterdir():
-        if file.suffix == ".json":
-            (target / file.name).write_text(file.read_text())
-    hf = json.loads((model / "config.json").read_text())
-    hf |= {"quantization_config": FP8, "num_nextn_predict_layers": 1, **config}
-    (target / "config.json").write_text(json.dumps(hf))
-    return target
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -85,7 +40,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> N
 def test_a_weight_is_the_product_of_its_numbers_and_the_scale_of_their_block() -> None:
     weight = torch.linspace(-400, 400, 20 * 40).view(20, 40).to(torch.float8_e4m3fn)
     scale = torch.rand(3, 3) + 0.5
-    found = dequantize(weight, scale, BLOCK)
+    found = dequantize(weight, scale, BLOCK, weight.shape)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, (weight.float() * expanded(scale, weight.shape)).bfloat16())
 
@@ -93,7 +48,7 @@ def test_a_weight_is_the_product_of_its_numbers_and_the_scale_of_their_block() -
 @pytest.mark.parametrize("shape", [(20,), (20, 1)])
 def test_scales_of_rows_may_have_one_dimension_less(shape: tuple[int, ...]) -> None:
     weight, scale = torch.randn(20, 20).to(torch.float8_e4m3fn), torch.rand(20)
-    found = dequantize(weight, scale.view(shape), None)
+    found = dequantize(weight, scale.view(shape), None, weight.shape)
     assert torch.equal(found, (weight.float() * scale[:, None]).bfloat16())
 
 
@@ -101,7 +56,18 @@ def test_it_is_that_of_transformers_where_blocks_divide_the_weight() -> None:
     weight = torch.randn(3, 16, 32).to(torch.float8_e4m3fn)
     scale = torch.rand(3, 2, 2)
     theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
-    assert torch.equal(dequantize(weight, scale, BLOCK), theirs)
+    assert torch.equal(dequantize(weight, scale, BLOCK, weight.shape), theirs)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [(), (2,), (1, slice(3, 11)), (slice(1, 3), slice(None), slice(15, 33)), (0, slice(7, 9), slice(17, 39))],
+)
+def test_a_part_is_that_of_the_whole(index: tuple[Any, ...]) -> None:
+    weight = torch.randn(3, 20, 40).to(torch.float8_e4m3fn)
+    for scale, block in ((torch.rand(3, 3, 3), BLOCK), (torch.rand(3, 20), None), (torch.rand(1), None)):
+        whole = dequantize(weight, scale, block, weight.shape)
+        assert torch.equal(dequantize(weight[index], scale, block, weight.shape, index), whole[index])
 
 
 def test_a_published_checkpoint_becomes_a_model(model: Path, tmp_path: Path) -> None:
@@ -150,10 +116,10 @@ def test_scales_of_rows_and_of_whole_weights(scale: Scale, model: Path, tmp_path
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 CONFIGS: list[tuple[Mapping[str, Any] | None, str]] = [
-    (None, "quant_method is None .* and must be one of fp8, compressed-tensors"),
+    (None, "quant_method is None, and must be one of fp8, compressed-tensors"),
     ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
-    ({**FP8, "weight_block_size": [128]}, r"weight_block_size = \[128\], not two numbers above 0"),
-    ({**FP8, "weight_block_size": [0, 1]}, r"weight_block_size = \[0, 1\]"),
+    ({**FP8, "weight_block_size": [128]}, r"weight_block_size is \[128\], not two numbers above 0"),
+    ({**FP8, "weight_block_size": [0, 1]}, r"weight_block_size is \[0, 1\]"),
     ({**FP8, "weight_block_size": [8, 8]}, r"scales of blocks of \[8, 8\]"),
 ]
 
@@ -232,14 +198,42 @@ def test_options_that_have_no_effect_are_refused(option: list[str], model: Path,
         main(["convert", "--to-bfloat16", str(model), str(tmp_path / "out"), *option])
 
 
+def grouped(*weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    groups = {f"group_{number}": {"weights": each} for number, each in enumerate(weights)}
+    return {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups, **more}}
+
+
 def test_blocks_of_compressed_tensors_and_a_config_inside_another() -> None:
     weights = {"block_structure": [8, 16], "strategy": "block"}
-    grouped = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
-    assert block_size({"quantization_config": grouped}, Path("m")) == [8, 16]
+    assert fp8_block(grouped(weights)) == (8, 16)
+    assert fp8_block(grouped({"num_bits": 8, "type": "float", "strategy": "channel"})) is None
     inside = {"text_config": {"quantization_config": FP8, "mtp_num_hidden_layers": 1, "dtype": "float16"}}
-    assert block_size(inside, Path("m")) == list(BLOCK)
+    assert fp8_block(inside) == BLOCK
     heads = module._heads(inside)
     assert heads == {"text_config": {"mtp_num_hidden_layers": 1, "dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (grouped({"num_bits": 4, "type": "int"}), "group_0 has weights of 4 bits and type 'int'"),
+        (grouped({"num_bits": 8, "type": "int"}), "type 'int', not 8 and 'float'"),
+        (grouped({"block_structure": [8, 8]}, {"block_structure": [8, 16]}), "different blocks"),
+        (grouped({}, transform_config={"R1": {}}), "transform_config turns weights"),
+        ({"quantization_config": {"quant_method": "modelopt"}}, "quant_method is 'modelopt'"),
+        ({"quantization_config": []}, "quant_method is None"),
+    ],
+)
+def test_formats_that_are_not_understood_are_refused(config: Mapping[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        fp8_block(config)
+
+
+def test_a_directory_that_is_not_quantized_is_read_as_it_is(model: Path) -> None:
+    stored = load_file(model / "model.safetensors")
+    with open_unquantized(model) as reader:
+        assert reader.names == stored.keys()
+        assert all(torch.equal(reader(name), tensor) for name, tensor in stored.items())
 
 
 def test_an_empty_target_is_taken(model: Path, tmp_path: Path) -> None:

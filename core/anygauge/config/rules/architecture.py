@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.families import family
+from anygauge.hub.quantization import fp8_block, quantization
 from anygauge_hooks.errors import AnygaugeError, UnknownNameError
 from anygauge_hooks.models import text_config
 
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["architecture_hints", "engine_support", "support_text"]
 
-_PACKED = ("bitsandbytes", "gptq", "awq", "torchao", "quanto", "hqq")
-"""Values of ``quant_method`` whose weights are packed, several in a byte."""
 _COUNTS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -79,17 +78,14 @@ def support_text(hf: Mapping[str, Any], families: Mapping[str, str]) -> str:
 
 
 def _quantization(hf: Mapping[str, Any]) -> Iterator[str]:
-    if (quantization := hf.get("quantization_config")) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        fix = (
-            "name the model that was quantized; adapters on 4-bit weights (QLoRA) are not supported, because "
-            "shards, checkpoints and weight updates are of whole tensors (docs/lora.md)"
-            if method in _PACKED
-            else "write FP8 weights in bfloat16 first, with anygauge convert --to-bfloat16 DIR OUT"
-        )
+    if quantization(hf) is None:
+        return
+    try:
+        fp8_block(hf)
+    except ValueError as error:
         yield (
-            f"its config.json has a quantization_config ({method}), and quantised weights cannot be trained: "
-            f"{fix}"
+            "its config.json has a quantization_config whose weights cannot be read, only FP8 weights can: "
+            f"{error}; name the model that was quantized"
         )
 
 

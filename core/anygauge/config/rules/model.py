@@ -18,6 +18,7 @@ from anygauge.config.same_model import differing_keys
 from anygauge.config.schema import Config, Data, EvalDataset, Rollout
 from anygauge.disk import read_json
 from anygauge.hub.names import model_name
+from anygauge.hub.quantization import quantization
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.types import ConfigProblem
 
@@ -204,7 +205,21 @@ def _rollout_engine(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> 
         hint = f'has no model for the {spec.name} family; {fit}; run.task = "sft" without rewards needs none'
         yield ConfigProblem(path="rollout.engine", found=engine, hint=hint)
         return
+    yield from _served_quantized(config, hf, plugins)
     yield from _served_media(config, spec, plugins)
+
+
+def _served_quantized(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
+    """Yield a quantized model that servers would load as it is, and then get other weights for."""
+    engine = config.rollout.engine
+    starts = plugins.get("register_rollout_engines", engine).serve is not None and not config.rollout.external
+    if starts and quantization(hf) is not None:
+        hint = (
+            f"servers of {engine} would load its FP8 weights as they are, and get updates in bfloat16; write "
+            "it in bfloat16 first, with anygauge convert --to-bfloat16 DIR OUT, or write "
+            'rollout.engine = "transformers"'
+        )
+        yield ConfigProblem(path="model.path", found=str(config.model.path), hint=hint)
 
 
 def _served_media(config: Config, spec: ModelSpec, plugins: Plugins) -> Problems:

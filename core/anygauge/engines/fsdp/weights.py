@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from anygauge.engines.agreement import check_facts_agree, on_every_rank
-from anygauge.engines.hf_directory import TensorReader, open_tensors
+from anygauge.engines.dequantize import open_unquantized
+from anygauge.engines.hf_directory import TensorReader
 from anygauge_hooks.errors import WeightMappingError
 
 __all__ = [
@@ -111,7 +112,7 @@ def load_weights(root: Any, directory: Path) -> Mapping[str, StoredNames]:
         was read.
     :raises RankMismatchError: Ranks have different files.
     """
-    with on_every_rank(open_tensors(directory), directory) as source:
+    with on_every_rank(open_unquantized(directory), directory) as source:
         check_facts_agree(lambda: _small_tensors(source))
         names = _locate(root, source)
         with torch.no_grad():
@@ -127,7 +128,7 @@ def warn_of_unused(directory: Path, prefixes: Sequence[str]) -> None:
     """
     if dist.get_rank() != 0:
         return
-    with open_tensors(directory) as source:
+    with open_unquantized(directory) as source:
         counts = {prefix: sum(name.startswith(prefix) for name in source.names) for prefix in prefixes}
     for prefix, count in sorted(counts.items()):
         if count:

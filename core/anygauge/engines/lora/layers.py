@@ -12,7 +12,7 @@ import torch.distributed as dist
 from anygauge.config.lora import LoraSettings, lora_settings, read_adapter_config
 from anygauge.config.schema import Lora
 from anygauge.engines.agreement import shown
-from anygauge.engines.hf_directory import open_tensors
+from anygauge.engines.dequantize import open_unquantized
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["chosen_layers", "distinct_names", "full_modules", "is_inside", "log_frozen_experts"]
@@ -47,7 +47,7 @@ def log_frozen_experts(lora: Lora, directory: Path) -> None:
     """
     if dist.get_rank():
         return
-    with open_tensors(directory) as tensors:
+    with open_unquantized(directory) as tensors:
         experts = sorted(name.removesuffix(".weight") for name in tensors.names if ".experts." in name)
     targets = lora_settings(lora).targets
     wanted = [targets] if isinstance(targets, str) or targets is None else targets

@@ -24,7 +24,8 @@ from anygauge.config.schema import Parallel
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.distributed.layout import Layout
 from anygauge.engines.agreement import on_every_rank
-from anygauge.engines.hf_directory import open_tensors, read_config
+from anygauge.engines.dequantize import open_unquantized
+from anygauge.engines.hf_directory import read_config
 from anygauge.engines.lora.layers import log_frozen_experts
 from anygauge.engines.media import freeze
 from anygauge.engines.megatron.checkpoints.shards import LocalTensor, held_tensors
@@ -149,7 +150,7 @@ class Policy:
 
         :raises WeightMappingError: They do not fit; on every rank, and nothing was copied.
         """
-        with on_every_rank(open_tensors(directory), directory) as source:
+        with on_every_rank(open_unquantized(directory), directory) as source:
             unused = unused_prefixes(self.spec, self.hf)
             filled = ZeroFilled(source, self.fresh)
             tied = tied_weights(self.spec, self.hf)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anygauge.hub.weight_files import open_weight_file, weight_files
+from anygauge.engines.dequantize import open_unquantized
 from anygauge_hooks.errors import WeightMappingError
 
 if TYPE_CHECKING:
@@ -23,14 +23,16 @@ __all__ = ["CheckpointNames", "copy_weights", "read_weights"]
 def read_weights(directory: Path, *, without: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a Hugging Face directory, under their names, on the host.
 
+    Those that FP8 weights have been quantized to are multiplied by their scales.
+
     :param without: Names that begin so are passed over.
-    :raises CheckpointError: There are none, one is torn or missing, or the index is malformed.
+    :raises CheckpointError: There are none, one is torn or missing, the index is malformed, or they are
+        quantized in a way that is not supported.
     """
-    for path in weight_files(directory):
-        with open_weight_file(path) as file:
-            for key in file.keys():  # noqa: SIM118 - not a mapping
-                if not key.startswith(without):
-                    yield key, file.get_tensor(key)
+    with open_unquantized(directory) as source:
+        for name in sorted(source.names):
+            if not name.startswith(without):
+                yield name, source(name)
 
 
 def copy_weights(model: Any, weights: WeightStream) -> None:

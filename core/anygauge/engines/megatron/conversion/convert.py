@@ -12,7 +12,7 @@ import math
 import multiprocessing
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from anygauge.disk import appearing, read_json
 from anygauge.distributed.garbage import skip_last_collection
 from anygauge.distributed.lifetime import die_with
+from anygauge.engines.dequantize import open_unquantized
 from anygauge.engines.hf_directory import (
     FILE_BYTES,
     TensorReader,
     config_of_weights,
-    open_tensors,
     read_config,
     reading_config,
     shard_names,
@@ -70,6 +70,7 @@ from anygauge.engines.megatron.weights.mapping import (
 )
 from anygauge.engines.megatron.weights.shapes import shape_problem
 from anygauge.engines.megatron.weights.stacks import straight
+from anygauge.hub.quantization import quantization
 from anygauge.hub.weight_files import copy_other_files
 from anygauge.hub.weight_files import write_index as write_hf_index
 from anygauge.plugins import Plugins
@@ -119,6 +120,8 @@ def hf_to_megatron(
         written.mkdir()
         (partial / "hf").mkdir()
         copy_other_files(origin.hf, partial / "hf")
+        if quantization(read_config(origin.hf)) is not None:
+            _state_weights(partial / "hf" / "config.json", _main_dtype(tensors))
         plans, rules = plan_files(shares), [[rule for rule, _ in share] for share in shares]
         with _processes(min(count, len(shares))) as run:
             calls = [(origin.weights, written, *each) for each in zip(plans, rules, strict=True)]
@@ -157,7 +160,7 @@ def megatron_to_hf(
         with open_canonical(origin.weights) as reader:
             _check_fit(reader, family)
             files = _plan_files(reader, family.rules)
-            _state_weights(partial / "config.json", _main_dtype(family.rules, reader))
+            _state_weights(partial / "config.json", _main_dtype(_empty(reader, family.rules)))
             padding = {rule.canonical: _padding(rule, reader) for rule in family.rules}
         total = sum(sum(file.tensors.values()) for file in files)
         count = _count(workers, total)
@@ -254,7 +257,7 @@ def _hf_tensors(source: Path, family: _Family) -> tuple[_Tensors, dict[str, int]
     :returns: The tensors, and the number of those that are left out by the beginning of their names.
     :raises WeightMappingError: It does not fit.
     """
-    with open_tensors(source) as reader:
+    with open_unquantized(source) as reader:
         problems = list(name_problems(family.rules, reader.names, family.unused))
         forms = [] if problems else [_hf_form(rule, reader, family, problems) for rule in family.rules]
         if not problems:
@@ -321,10 +324,10 @@ def _dist_problem(rule: TensorRule, reader: CanonicalSource, family: _Family) ->
     return f"{rule.canonical}: {problem}" if problem else None
 
 
-def _main_dtype(rules: Sequence[TensorRule], reader: CanonicalSource) -> torch.dtype:
+def _main_dtype(tensors: Iterable[tuple[TensorRule, Tensor]]) -> torch.dtype:
     """Return the type of most bytes."""
     sizes: Counter[torch.dtype] = Counter()
-    for _, tensor in _empty(reader, rules):
+    for _, tensor in tensors:
         sizes[tensor.dtype] += tensor.nbytes
     return sizes.most_common(1)[0][0]
 

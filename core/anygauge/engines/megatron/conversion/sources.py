@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from anygauge.engines.checkpoint_files import WEIGHT, PieceReader, Region, open_pieces
-from anygauge.engines.hf_directory import TensorReader, open_tensors
+from anygauge.engines.dequantize import open_unquantized
+from anygauge.engines.hf_directory import TensorReader
 from anygauge.engines.megatron.conversion.dist_checkpoint import DistReader
 from anygauge.engines.megatron.conversion.paths import is_of_run
 from anygauge.engines.megatron.weights.mapping import TensorRule, set_problems, to_canonical
@@ -139,7 +140,7 @@ def open_weights(directory: Path) -> Iterator[WeightSource]:
     :raises CheckpointError: It is torn.
     """
     if (directory / "config.json").is_file():
-        with open_tensors(directory) as reader:
+        with open_unquantized(directory) as reader:
             yield _HuggingFace(reader)
     else:
         with open_canonical(directory) as canonical:
@@ -152,7 +153,7 @@ def tensor_names(directory: Path) -> set[str]:
     :raises CheckpointError: It is torn.
     """
     if (directory / "config.json").is_file():
-        with open_tensors(directory) as reader:
+        with open_unquantized(directory) as reader:
             return reader.names
     with open_canonical(directory) as canonical:
         return canonical.names

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.agreement import on_every_rank
-from anygauge.engines.hf_directory import TensorReader, open_tensors
+from anygauge.engines.dequantize import open_unquantized
+from anygauge.engines.hf_directory import TensorReader
 from anygauge.engines.megatron.weights.mapping import TensorRule, left_out
 
 __all__ = ["tell_what_is_lost"]
@@ -40,7 +41,7 @@ def tell_what_is_lost(
     :param unused: How names begin of what the model does not have.
     :param dtype: Dtype of the model.
     """
-    with on_every_rank(open_tensors(directory), directory) as source:
+    with on_every_rank(open_unquantized(directory), directory) as source:
         rounded = sorted(set().union(*all_gather_values(_rounded(stored, rules, source), _NAMES)))
         if dist.get_rank() != 0:
             return
