@@ -18,8 +18,9 @@ bfloat16, with torch's fused AdamW, and `liger-masters` is Liger with float32 ma
 of unequal lengths as rows that are filled up. Each side has a process of its own; the ceiling is a product of
 two matrices of 8192 x 8192 in it. Operations are those of the model, three times its forward pass.
 
-`lora` is the FSDP engine with adapters of rank 16 on all layers but the output, and `megatron-lora` the
-Megatron engine: their operations are twice the forward pass, since the base gets no gradients.
+`lora` is the FSDP engine with adapters of rank 16 on all layers but the output, `qlora` the same on a 4-bit
+base, and `megatron-lora` the Megatron engine: their operations are twice the forward pass, since the base
+gets no gradients.
 
 `prefix` is `anygauge` with `train.prefix_packing`. With `--prompt` that many tokens of each row are a prompt,
 which `--group` rows in succession share. Tokens and operations are those of whole rows on both sides.
@@ -47,11 +48,11 @@ from pathlib import Path
 from typing import Any
 
 SIDES = (
-    *("anygauge", "liger", "transformers", "fsdp", "lora", "megatron-lora", "liger-masters"),
+    *("anygauge", "liger", "transformers", "fsdp", "lora", "qlora", "megatron-lora", "liger-masters"),
     *("images", "frozen", "prefix"),
 )
-FSDP = ("fsdp", "lora")
-LORA = ("lora", "megatron-lora")
+FSDP = ("fsdp", "lora", "qlora")
+LORA = ("lora", "qlora", "megatron-lora")
 SEEING = ("images", "frozen")
 WARM_UP = 3
 READY = "ready"
@@ -165,6 +166,13 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
 # -------------------------------------------------------------------------
 
 
+def _lora(side: str) -> dict[str, Any]:
+    """Return the table of LoRA of a side."""
+    if side not in LORA:
+        return {}
+    return {"rank": 16, "base": "nf4"} if side == "qlora" else {"rank": 16}
+
+
 @contextmanager
 def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[], object]]:
     """Yield a step of the train engine, packing included."""
@@ -193,7 +201,7 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
             "train": {
                 **train,
                 **({"engine": "fsdp"} if side in FSDP else {"megatron": json.loads(args.megatron)}),
-                "lora": {"rank": 16} if side in LORA else {},
+                "lora": _lora(side),
                 "recompute": args.recompute,
                 "prefix_packing": side == "prefix",
                 "freeze": ["vision"] if side == "frozen" else [],

@@ -101,7 +101,7 @@ def context(plugins: Plugins) -> Iterator[WorkerContext]:
     # Hooks of its gradients hold a model through torch's own memory, where no garbage collection looks: empty
     # it, or the open files of its process groups stay until the tests end, some 70 for each file of tests.
     for model in gc.get_objects():
-        if isinstance(model, DistributedDataParallel):
+        if issubclass(type(model), DistributedDataParallel):  # isinstance would follow dead weak references
             vars(model).clear()
 
 

@@ -267,6 +267,8 @@ class TrainEngineSpec:
     """Whether its engines are :class:`SupportsOffload`, which ``placement.colocated`` needs."""
     supports_lora: bool = False
     """Whether its engines train adapters as ``[train.lora]`` says; without, the table is refused."""
+    lora_bases: frozenset[str] = frozenset()
+    """Values of ``train.lora.base`` that its engines have; others are refused."""
     prepare: Callable[[LoadedPlugins, BackendSpec], None] | None = None
     """Called with the process's plugins and its backend where a run has a ``train.provider``, before
     ``prepare_worker``: a provider may import the engine's libraries, and this must not."""

@@ -87,6 +87,23 @@ def test_an_rl_run_and_its_resume(tmp_path: Path, engine: str) -> None:
     start_from_its_adapter(tmp_path, engine)
 
 
+@pytest.mark.fsdp
+def test_an_rl_run_on_a_4_bit_base(tmp_path: Path) -> None:
+    """Both ranks have all of it, the first rollouts have it too, and the reference is the base."""
+    pytest.importorskip("bitsandbytes")
+    keys: dict[str, Any] = {"train__engine": "fsdp", "train__lora__base": "nf4", "run__steps": 3}
+    keys |= {"reward__function": "digits", "algorithm__kl_coef": 0.01}
+    observer = Rewarding()
+    run_with_observer(tiny_recipe(tmp_path, **LORA, **keys), observer)
+    for step in observer.metrics:
+        assert step["train/train_rollout_logprob_abs_diff"] < 1e-4
+    assert observer.metrics[0]["train/kl_loss"] < 1e-6
+    assert observer.metrics[2]["train/kl_loss"] > 1e-4
+    exported, before = (load_file(tmp_path / path) for path in (f"run/hf/{SHARD}", "model/model.safetensors"))
+    for name, tensor in exported.items():
+        assert tensor.equal(before[name]) == (not name.endswith("_proj.weight")), name
+
+
 def start_from_its_adapter(root: Path, engine: str) -> None:
     """Check that the first rollouts of a run from an adapter have it, and that its reference does not."""
     (root / "run" / "hf" / "adapter").rename(root / "adapter")

@@ -145,7 +145,8 @@ def imported_modules(folder: Path) -> dict[str, Path]:
 def test_what_the_root_distribution_imports_is_declared(folder: str) -> None:
     modules = imported_modules(ROOT / folder)
     owners = packages_distributions()
-    names = {canonicalize_name(each.name) for each in (*declared(), *declared("test"), *declared("media"))}
+    optional = (each for extra in ("test", "media", "qlora") for each in declared(extra))
+    names = {canonicalize_name(each.name) for each in (*declared(), *optional)}
     undeclared = {
         module: str(path.relative_to(ROOT))
         for module, path in modules.items()

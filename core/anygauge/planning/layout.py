@@ -41,6 +41,8 @@ class RankWeights:
     """Its rows of the output layer; part of ``dense``."""
     adapters: float
     """Parameters of LoRA adapters."""
+    packed: float = 0.0
+    """Those of ``dense`` that are frozen in 4 bits, whole on each rank."""
 
     @property
     def total(self) -> float:
@@ -171,6 +173,7 @@ def _rank_weights(config: Config, shape: ModelShape) -> RankWeights:
         experts=shape.expert_parameters / (expert * pipeline),
         output=shape.embedding / tensor,
         adapters=adapter_parameters(config, shape) / (tensor * pipeline),
+        packed=0.0 if config.train.lora.base is None else shape.layer_parameters,
     )
 
 

@@ -42,6 +42,8 @@ TILE_NUMBERS = 8192 * 16_896
 SMALLEST_TILE = 1 << 24
 TILE_SHARE = 8
 """A tile is at most this part of all logits."""
+NF4_BYTES = 0.516
+"""Bytes of a weight in 4 bits, its scale included."""
 SERVER_STATIC = 0.85
 """Part of a device that SGLang takes for weights and KV cache where nobody limits it."""
 ONE_BYTE = ("fp8", "w8a8_fp8", "w8a8_int8")
@@ -173,7 +175,7 @@ def _fsdp_state(config: Config, layout: Layout, batches: Batches) -> dict[str, f
     trained, frozen = (rank.adapters, rank.total) if is_lora else (rank.total, 0.0)
     copies = size * trained if shards == 1 and size == 2 else 0.0
     return {
-        "weights": size * frozen / shards + copies,
+        "weights": size * (frozen - rank.packed) / shards + NF4_BYTES * rank.packed + copies,
         "masters": FLOAT * trained / shards,
         # those of the first micro-batch come when its activations go
         "gradients": FLOAT * trained / shards if batches.micro_batches > 1 else 0.0,

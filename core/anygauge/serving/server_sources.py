@@ -60,8 +60,8 @@ class StartedServers:
     """
 
     def __init__(self, config: Config, workers: WorkerGroup) -> None:
-        # They load model.path, without the adapter that training may start from.
-        self.has_first_weights = config.train.lora.path is None
+        # They load model.path, without the adapter or the 4-bit base that training may start from.
+        self.has_first_weights = not config.train.lora.starts_elsewhere
         self._plans = plan_servers(config)
         self._start_s = config.placement.start_timeout_s
         self._workers = workers

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from anygauge.config import Config
@@ -84,6 +85,23 @@ def take_steps(engine: Any) -> list[Mapping[str, float]]:
         )
         for _ in range(3)
     ]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)])
+def test_a_4_bit_base_is_that_of_its_dequantized_weights(
+    contexts: dict[str, WorkerContext], tmp_path: Path, dtype: str, tolerance: float
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    path = tiny_qwen3(tmp_path / "qwen3", vocab_size=VOCAB, head_dim=32, init_std=0.2)
+    engine = make(contexts["cuda"], path, dtype=dtype, lora={"rank": 4, "base": "nf4"})
+    assert {shard.local.device.type for shard in engine.root.quantized} == {"cuda"}
+    file = path / "model.safetensors"
+    values = {shard.name: shard.local.cpu() for shard in engine.root.quantized}
+    save_file({**load_file(file), **values}, file, {"format": "pt"})
+    plain = make(contexts["cuda"], path, dtype=dtype, lora={"rank": 4})
+    for step, other in zip(take_steps(engine), take_steps(plain), strict=True):
+        assert step["loss"] == pytest.approx(other["loss"], rel=tolerance)
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=tolerance)
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 4}], ids=["full", "lora"])

@@ -39,7 +39,7 @@ class Engines:
     @hookimpl
     def register_train_engines(self) -> Iterable[TrainEngineSpec]:
         return [
-            TrainEngineSpec(name="able", make=none, supports_lora=True),
+            TrainEngineSpec(name="able", make=none, supports_lora=True, lora_bases=frozenset({"nf4"})),
             TrainEngineSpec(name="plain", make=none),
         ]
 
@@ -90,6 +90,7 @@ def test_an_evaluation_from_an_adapter_builds_the_engine_that_merges_it(load: Lo
     path = write_adapter(tmp_path / "adapter")
     assert not evaluation_components(load({}, RANK).config, loads=False).trains
     assert evaluation_components(load({}, [*ABLE, f"--train.lora.path={path}"]).config, loads=False).trains
+    assert evaluation_components(load({}, [*RANK, "--train.lora.base=nf4"]).config, loads=False).trains
 
 
 PROBLEMS: Iterable[tuple[list[str], str]] = (
@@ -103,6 +104,11 @@ PROBLEMS: Iterable[tuple[list[str], str]] = (
     ),
     ([*RANK, '--train.freeze=["vision"]'], r"train.freeze: .*trains adapters alone: choose layers with"),
     ([*RANK, "--train.lora.rank=0"], r"train.lora.rank: .*greater than 0"),
+    (
+        ["--train.engine=megatron", "--train.lora.rank=8", "--train.lora.base=nf4"],
+        r"train.lora.base: found 'nf4' .*; .*'megatron' has no such base; these have: 'able'",
+    ),
+    ([*ABLE, "--train.lora.base=nf4"], r"train.lora.base: found 'nf4' .*has no effect without train.lora"),
     (
         [*ABLE, "--train.lora.alpha=8"],
         r"train.lora.alpha: found 8.0 .*; has no effect without train.lora.rank",

@@ -57,7 +57,7 @@ def test_every_value_of_a_table_in_code_is_one_of_ours() -> None:
         assert exists(key)
 
 
-QLORA = "QLoRA is not supported, because shards, checkpoints and weight updates are of whole tensors"
+QLORA = 'QLoRA is train.lora.base = "nf4", with train.engine = "fsdp"'
 
 
 @pytest.mark.parametrize(

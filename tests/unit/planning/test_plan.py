@@ -315,6 +315,11 @@ def test_adapters_have_an_optimizer_and_the_rest_has_none() -> None:
     assert plan.layout.rank.adapters == adapters
     assert plan.train.moments == 8 * adapters
     assert plan.checkpoint == 14 * adapters
+    whole = plan.train.weights
+    base = {"engine": "fsdp", "dtype": "bfloat16", "lora": {"rank": 16, "base": "nf4"}}
+    _, plan = plan_of(DENSE, train=base)
+    layers = read_shape(DENSE).layer_parameters
+    assert plan.train.weights == pytest.approx(whole - (2 - 0.516) * layers, rel=1e-3)
     few = {"dtype": "bfloat16", "lora": {"rank": 16, "targets": ["q_proj", "v_proj"]}}
     _, plan = plan_of(DENSE, train=few)
     assert plan.layout.rank.adapters == 16 * 36 * (2560 + 4096 + 2560 + 1024)

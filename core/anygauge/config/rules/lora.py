@@ -38,6 +38,10 @@ def lora_rules(config: Config, plugins: Plugins) -> Problems:
         hint = f"train.engine = {engine.name!r} has no LoRA; these have: {able or 'none'}"
         key = "path" if lora.rank is None else "rank"
         yield ConfigProblem(path=f"{TABLE}.{key}", found=getattr(lora, key), hint=hint)
+    if engine is not None and lora.base is not None and lora.base not in engine.lora_bases:
+        able = ", ".join(repr(name) for name, each in sorted(engines.items()) if lora.base in each.lora_bases)
+        hint = f"train.engine = {engine.name!r} has no such base; these have: {able or 'none'}"
+        yield ConfigProblem(path=f"{TABLE}.base", found=lora.base, hint=hint)
     if lora.path is not None and config.debug.mode == "rollout_only":
         hint = 'no train engine merges it with debug.mode = "rollout_only"; name a merged model as model.path'
         yield ConfigProblem(path=f"{TABLE}.path", found=str(lora.path), hint=hint)

@@ -79,11 +79,19 @@ class Lora(Section):
     """Directory of a peft adapter that training starts from; its rank, alpha, targets and modules apply."""
     export: Literal["both", "merged", "adapter"] = "both"
     """Content of an export: merged weights, a peft adapter in ``adapter/``, or both."""
+    base: Literal["nf4"] | None = None
+    """Storage of the frozen linear layers: ``nf4`` keeps them in 4 bits (QLoRA) and needs bitsandbytes;
+    ``None`` keeps them in ``train.dtype``."""
 
     @property
     def is_on(self) -> bool:
         """Whether adapters are trained, and not all weights."""
         return self.rank is not None or self.path is not None
+
+    @property
+    def starts_elsewhere(self) -> bool:
+        """Whether training starts from other weights than those of ``model.path``."""
+        return self.path is not None or self.base is not None
 
 
 class Train(Section):

@@ -118,7 +118,7 @@ class FsdpEngine(BaseEngine):
         )
 
     def _model_tensors(self) -> Iterator[Tensor]:
-        yield from (shard.local for shard in self.shards)
+        yield from (tensor for shard in self.shards for tensor in shard.stored)
         yield from self.root.buffers()
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
@@ -314,4 +314,5 @@ class ForwardOnlyEngine(FsdpEngine):
 
 def _role_weights(shards: Sequence[LocalShard]) -> RoleWeights:
     # Each rank's shards are its own, and were checked when they were read.
-    return RoleWeights([shard.local for shard in shards], lambda: None, lambda role: None)
+    tensors = [tensor for shard in shards for tensor in shard.stored]
+    return RoleWeights(tensors, lambda: None, lambda role: None)

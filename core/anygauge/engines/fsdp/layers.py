@@ -186,7 +186,11 @@ class _Joined(torch.autograd.Function):
 
 def _joined(x: Tensor, one: Any, other: Any) -> Tensor:
     """Return the outputs of two linear layers side by side."""
-    if any(layer.bias is not None or layer._forward_hooks for layer in (one, other)):  # adapters
+    # adapters are hooks, and a layer with a weight in 4 bits has a forward of its own
+    if any(
+        layer.bias is not None or layer._forward_hooks or "weight" not in layer._parameters
+        for layer in (one, other)
+    ):
         return torch.cat((one(x), other(x)), -1)
     y: Tensor = _Joined.apply(x, one.weight, other.weight)
     return y

@@ -76,6 +76,11 @@ class Adapters(AdapterState):
         self._by_layer = {name: _Adapter(layer, scale) for name, layer in (layers or {}).items()}
 
     @property
+    def saved(self) -> Sequence[str]:
+        """Names of the modules that are trained in full."""
+        return self._saved
+
+    @property
     def layers(self) -> Collection[str]:
         """Names of the layers that have an adapter."""
         return self._by_layer.keys()
@@ -92,7 +97,7 @@ class Adapters(AdapterState):
 
         :param trained: ``ShardedModel.trained``.
         """
-        tensor = shard.tensor.detach()
+        tensor = shard.value
         adapter = self._by_layer.get(shard.name.removesuffix(".weight"))
         if adapter is None or not shard.name.endswith(".weight"):
             return tensor

@@ -27,6 +27,7 @@ from anygauge.engines.fsdp.attention import register_attention
 from anygauge.engines.fsdp.layers import TableLayers, find_table_layers
 from anygauge.engines.fsdp.lora import Adapters, add_adapters
 from anygauge.engines.fsdp.master_weights import MasterWeights, replace_parameters
+from anygauge.engines.fsdp.nf4 import Nf4Shard, quantize_layers
 from anygauge.engines.fsdp.towers import Towers, take_out
 from anygauge.engines.fsdp.weights import StoredNames, load_weights, local_shards, warn_of_unused
 from anygauge.engines.lora.layers import log_frozen_experts
@@ -81,6 +82,8 @@ class ShardedModel(nn.Module):
         self.names: Mapping[str, StoredNames] = {}
         """Where the checkpoint of the model has its tensors."""
         self.adapters = Adapters()
+        self.quantized: Sequence[Nf4Shard] = ()
+        """Frozen weights that are no parameters, because they are in 4 bits."""
         self.keeps_gathered = False
         """Whether FSDP keeps gathered weights and whole gradients until a step's last micro-batch."""
         self.table_layers = TableLayers()
@@ -273,6 +276,9 @@ def build_model(
     if lora.is_on and trains:
         root.adapters = add_adapters(root, lora, dtype)
         log_frozen_experts(lora, config.model.path)
+        if lora.base is not None:
+            saved = root.adapters.saved
+            root.quantized = quantize_layers(root, saved, dtype, context.device.torch_device)
     unused = [*left_out, *spec.unused_weights(hf)]
     root.unused = [f"^{re.escape(prefix)}" for prefix in unused]
     if config.train.recompute == "full" and trains:

@@ -60,6 +60,7 @@ def register_train_engines() -> list[TrainEngineSpec]:
             preload=_preload,
             supports_offload=True,
             supports_lora=True,
+            lora_bases=frozenset({"nf4"}),
             make_family=causal_lm_family,
             check_model=_check_model,
         )

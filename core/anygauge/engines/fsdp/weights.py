@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -52,9 +53,24 @@ class LocalShard:
     """The parameter, a :class:`DTensor` if several ranks share it, or the buffer."""
 
     @property
+    def value(self) -> Tensor:
+        """Return what the model computes with, sharded as it is."""
+        return self.tensor.detach()
+
+    @property
     def local(self) -> Tensor:
         """Return this rank's rows; they share the memory of the parameter."""
         return local(self.tensor.detach())
+
+    @property
+    def stored(self) -> Sequence[Tensor]:
+        """Return what this rank's rows are kept in."""
+        return [self.local]
+
+    @contextmanager
+    def writing(self) -> Iterator[Tensor]:
+        """Yield this rank's rows, to be written in the block."""
+        yield self.local
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -81,7 +97,7 @@ def local_shards(root: Any) -> list[LocalShard]:
     kept = root.state_dict(keep_vars=True).keys()
     buffers = ((name, buffer) for name, buffer in root.named_buffers() if name in kept)
     named = [*((name, root.trained(parameter)) for name, parameter in root.named_parameters()), *buffers]
-    return [LocalShard(name.removeprefix(ROOT), tensor) for name, tensor in named]
+    return [*(LocalShard(name.removeprefix(ROOT), tensor) for name, tensor in named), *root.quantized]
 
 
 def base_shards(root: Any) -> list[LocalShard]:
@@ -117,7 +133,8 @@ def load_weights(root: Any, directory: Path) -> Mapping[str, StoredNames]:
         names = _locate(root, source)
         with torch.no_grad():
             for shard in base_shards(root):
-                _read(shard, names.get(shard.name), source)
+                with shard.writing() as rows:
+                    _read(rows, shard, names.get(shard.name), source)
     return names
 
 
@@ -257,8 +274,12 @@ def _unexpected(
             yield f"{stored} is not known"
 
 
-def _read(shard: LocalShard, stored: StoredNames | None, source: TensorReader) -> None:
-    local, (first, last) = shard.local, shard.rows
+def _read(local: Tensor, shard: LocalShard, stored: StoredNames | None, source: TensorReader) -> None:
+    """Write the rows of a shard.
+
+    :param local: Those of this rank.
+    """
+    first, last = shard.rows
     if stored is None:
         local.zero_()
     elif stored.is_stack:
