@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CriticEngine",
+    "HasAdapters",
     "HasDecoderLayers",
     "HasSenders",
     "LossFunction",
@@ -180,6 +181,17 @@ class HasSenders(Protocol):
 
 
 @runtime_checkable
+class HasAdapters(Protocol):
+    """A train engine that can yield the adapters that it trains by themselves."""
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors that are trained, whole, under their names in the model: ``....lora_A.weight``.
+
+        A collective: every rank iterates to the end. Those of other ranks than 0 are not looked at.
+        """
+
+
+@runtime_checkable
 class HasDecoderLayers(Protocol):
     """A train engine whose layers ``anygauge check-model`` can compare with transformers'."""
 
@@ -312,6 +324,8 @@ class RolloutEngineSpec:
     releases_memory: bool = False
     """Whether its clients can :meth:`~anygauge_hooks.serving.EngineClient.set_memory_state`, with which
     ``placement.colocated`` has servers share devices with the trainers."""
+    loads_adapters: bool = False
+    """Whether its servers load adapters of peft, which ``weight_sync.transport = "adapter"`` sends."""
     starts_early: bool = False
     """Whether its servers are :class:`~anygauge_hooks.serving.SupportsEarlyStart`."""
     kinds: Sequence[ServerKind] = ("regular",)

@@ -115,6 +115,10 @@ class WeightTarget:
         """Load a Hugging Face directory, all of an update."""
         _refuse("checkpoints")
 
+    def load_adapter(self, path: str, update: WeightUpdate) -> None:
+        """Load a peft adapter, all of an update, in the place of the one before."""
+        _refuse("adapters")
+
     def join_group(self, group: BroadcastGroup) -> None:
         """Join a group. Returns once all members have joined."""
         _refuse("broadcasts")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from anygauge import Run
 from anygauge.serving.load_balancer import LoadBalancer
@@ -151,6 +152,21 @@ def test_servers_that_end_are_started_again_with_the_current_weights(
     assert len(seeds) == len(set(seeds)) == 64
     log = json.dumps([path.name for path in (tmp_path / "run" / "logs").iterdir()])
     assert "rollout-0" in log
+
+
+def test_servers_get_the_adapter_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From before the first rollout on; one that dies gets it again. Their requests ask for it."""
+    install(tmp_path / "plugin", ["die@generate:12", ""], monkeypatch, adapter="policy")
+    observer = Observer()
+    keys = {"weight_sync__transport": "adapter", "train__lora__rank": 2, "train__lr": 0.02}
+    run(tmp_path, observer, train__engine="fsdp", **keys)
+    assert versions(observer.groups) == [{0}, {1}, {2}]
+    (last,) = (tmp_path / "run" / "weights").iterdir()
+    assert last.name == "version-3"
+    sent = load_file(last / "adapter_model.safetensors")
+    exported = load_file(tmp_path / "run" / "hf" / "adapter" / "adapter_model.safetensors")
+    assert sent.keys() == exported.keys()
+    assert all(tensor.equal(exported[name]) for name, tensor in sent.items())
 
 
 def ages(groups: Sequence[Group]) -> list[list[int]]:

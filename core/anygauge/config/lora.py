@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,19 @@ from anygauge.config.schema import Lora
 from anygauge.disk import read_json
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "LoraSettings", "lora_settings", "read_adapter_config"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
+    "PEFT_PREFIX",
+    "LoraSettings",
+    "adapter_config",
+    "lora_settings",
+    "read_adapter_config",
+]
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""How peft begins the names of an adapter's tensors."""
 """Files of a peft adapter."""
 ALL_LINEAR = "all-linear"
 """Word of peft for all linear layers but the output layer."""
@@ -112,3 +122,34 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted(config.keys() - _TAKEN - _INERT - {"bias", "init_lora_weights"}):
         if config[key]:
             yield f"{key} = {config[key]!r}"
+
+
+def adapter_config(
+    settings: LoraSettings | None,
+    base: Path,
+    targets: Collection[str],
+    saved: Sequence[str],
+    *,
+    transposed: bool = False,
+) -> dict[str, Any]:
+    """Return the content of ``adapter_config.json``.
+
+    :param base: Directory of the weights that the adapter belongs to.
+    :param targets: Names that choose the layers with an adapter.
+    :param saved: Names of the modules that are trained in full.
+    :param transposed: Whether the weights of these layers are ``[in, out]``.
+    """
+    assert settings is not None, "the model has no adapters"
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "inference_mode": True,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "target_modules": list(targets),
+        "modules_to_save": list(saved) or None,
+    }

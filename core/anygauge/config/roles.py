@@ -55,7 +55,7 @@ def evaluation_components(config: Config, *, loads: bool) -> Components:
     :param loads: Whether it reads a checkpoint, which only train engines can.
     """
     given = bool(config.rollout.external)  # they have whatever weights they have, until they are sent others
-    merges = config.train.lora.starts_elsewhere  # which a train engine does
+    merges = config.starts_elsewhere  # which a train engine does
     trains = loads or given or merges or config.run.task == "sft"
     return Components(trains=trains, generates=config.samples)
 

@@ -30,6 +30,7 @@ def register_rollout_engines() -> Iterable[RolloutEngineSpec]:
             kinds=("regular", "prefill", "decode", "encoder"),
             attach=_attach_sglang,
             releases_memory=True,
+            loads_adapters=True,
             starts_early=True,
         ),
     ]

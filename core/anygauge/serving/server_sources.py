@@ -61,7 +61,7 @@ class StartedServers:
 
     def __init__(self, config: Config, workers: WorkerGroup) -> None:
         # They load model.path, without the adapter or the 4-bit base that training may start from.
-        self.has_first_weights = not config.train.lora.starts_elsewhere
+        self.has_first_weights = not config.starts_elsewhere
         self._plans = plan_servers(config)
         self._start_s = config.placement.start_timeout_s
         self._workers = workers

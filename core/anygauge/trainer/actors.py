@@ -6,7 +6,7 @@ An actor is thin: it holds no state of the run beyond its engines, and a call ta
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from anygauge_hooks.algorithms import Correction
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.engines import (
     CriticEngine,
+    HasAdapters,
     HasSenders,
     LossFunction,
     LossInputs,
@@ -43,7 +44,7 @@ from anygauge_hooks.engines import (
     TrainEngineSpec,
     WorkerContext,
 )
-from anygauge_hooks.errors import CheckpointError
+from anygauge_hooks.errors import CheckpointError, ConfigError
 from anygauge_hooks.serving import MemoryState
 from anygauge_hooks.weights import WeightPeer
 
@@ -289,12 +290,26 @@ class ActorWorker(GeneratingWorker):
             if isinstance(self.trainer, HasSenders) and self._may_all_send(peers, senders):
                 parts = self.trainer.weights_by_sender()
                 return self._pusher_to(peers).push_jointly(parts, version, peers, rank=self._context.rank)
-            weights = self.trainer.weights()
+            weights = self._pushed()
             if not own:
                 for _ in weights:  # gathering them is a collective
                     pass
                 return None
             return self._pusher_to(own).push(weights, version, own)
+
+    def _pushed(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the tensors that engines get, whole. A collective.
+
+        :raises ConfigError: The train engine cannot yield its adapters by themselves.
+        """
+        if not self.config.pushes_adapter:
+            return self.trainer.weights()
+        if isinstance(self.trainer, HasAdapters):
+            return self.trainer.adapter_weights()
+        raise ConfigError(
+            f"train.engine = {self.config.train.engine!r} yields no adapters by themselves.",
+            hint="Send merged weights: set weight_sync.transport to another one.",
+        )
 
     def _may_all_send(self, peers: Sequence[WeightPeer], senders: Sequence[int]) -> bool:
         """Return whether other ranks may send a part of what rank 0 is asked to send."""

@@ -238,8 +238,9 @@ def open_session(
     )
     times.note("engines")
     logger.info("start: %s", times)
-    # The engines have loaded model.path, and a start from an adapter or a 4-bit base trains other weights.
-    if checkpoint is not None or (components.trains and config.train.lora.starts_elsewhere):
+    # The engines have loaded model.path, and a start from an adapter or a 4-bit base trains other
+    # weights.
+    if checkpoint is not None or (components.trains and config.starts_elsewhere):
         engines.sync(state.version)
     maker = None
     if components.generates:

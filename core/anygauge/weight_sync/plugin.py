@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.rules.weight_sync import are_on_other_devices, are_on_other_hosts
@@ -32,6 +33,7 @@ def register_weight_transports() -> Iterable[WeightTransportSpec]:
             buffer_device=_own_device,
         ),
         WeightTransportSpec(name="disk", make=_disk),
+        WeightTransportSpec(name="adapter", make=_adapter),
         WeightTransportSpec(name="delta", make=_delta, needs_receiver=True),
         WeightTransportSpec(
             name="distributed",
@@ -90,5 +92,19 @@ def _distributed(config: Any, context: WorkerContext) -> WeightTransport:
 def _disk(config: Any, context: WorkerContext) -> WeightTransport:
     from anygauge.weight_sync.transports.disk import DiskTransport
 
-    own = config.run.directory / config.run.name / "weights"
-    return DiskTransport(config.weight_sync.directory or own, config.model.path)
+    return DiskTransport(_directory(config), config.model.path)
+
+
+def _adapter(config: Any, context: WorkerContext) -> WeightTransport:
+    from anygauge.config.lora import adapter_config, lora_settings
+    from anygauge.weight_sync.transports.adapter import AdapterTransport
+
+    settings, base = lora_settings(config.train.lora), config.model.path
+    return AdapterTransport(
+        _directory(config), base, lambda layers: adapter_config(settings, base, layers, saved=())
+    )
+
+
+def _directory(config: Any) -> Path:
+    own: Path = config.run.directory / config.run.name / "weights"
+    return config.weight_sync.directory or own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,11 @@ class Served:
 
     @hookimpl
     def register_rollout_engines(self) -> Iterable[RolloutEngineSpec]:
-        return [RolloutEngineSpec(name="server", serve=lambda config, context: None)]  # type: ignore[arg-type, return-value]
+        serve: Any = lambda config, context: None  # noqa: E731
+        return [
+            RolloutEngineSpec(name="server", serve=serve),
+            RolloutEngineSpec(name="loader", serve=serve, loads_adapters=True, attach=serve),
+        ]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +36,7 @@ def served(plugins: Plugins) -> None:
 @pytest.mark.parametrize(
     ("overrides", "found", "hint"),
     [
-        (["--weight_sync.transport=pigeon"], "'pigeon'", "available: delta, disk"),
+        (["--weight_sync.transport=pigeon"], "'pigeon'", "available: adapter, delta, disk"),
         (["--weight_sync.directory=/x"], "weight_sync.directory: found '/x'", "has no effect without"),
         (
             ["--weight_sync.senders=stages"],
@@ -45,6 +50,30 @@ def test_wrong_keys(load: Load, overrides: list[str], found: str, hint: str) -> 
     with pytest.raises(ConfigError) as caught:
         load({}, overrides)
     assert found in str(caught.value)
+    assert hint in str(caught.value)
+
+
+LOADER = ["--placement.rollout_workers=1", "--rollout.engine=loader", "--weight_sync.transport=adapter"]
+ADAPTER = [*LOADER, "--train.lora.rank=8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (LOADER, "sends the adapter of [train.lora], which is off: set train.lora.rank"),
+        ([*ADAPTER, "--rollout.engine=server"], "'server' loads no adapters; these do: loader"),
+        ([*ADAPTER, '--train.lora.modules_to_save=["lm_head"]'], "trains more than adapters"),
+        ([*ADAPTER, "--weight_sync.pause=in_place"], 'write weight_sync.pause = "abort"'),
+        ([*ADAPTER[1:], '--rollout.external=["http://127.0.0.1:9"]'], "and there is rollout.external"),
+    ],
+)
+def test_an_adapter_by_itself_needs_adapters_alone_and_servers_that_load_them(
+    load: Load, overrides: list[str], hint: str
+) -> None:
+    assert load({}, ADAPTER).config.starts_elsewhere
+    with pytest.raises(ConfigError) as caught:
+        load({}, overrides)
+    assert "weight_sync.transport: found 'adapter'" in str(caught.value)
     assert hint in str(caught.value)
 
 

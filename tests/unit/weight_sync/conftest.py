@@ -89,6 +89,13 @@ def servers(server: FakeServer) -> Iterator[tuple[FakeServer, FakeServer]]:
 
 
 @pytest.fixture
+def adapter_server() -> Iterator[FakeServer]:
+    """Return a server whose requests ask for an adapter."""
+    with ThreadServer(Options(adapter="policy", token_s=0.0005)) as running:
+        yield running
+
+
+@pytest.fixture
 def old_server() -> Iterator[FakeServer]:
     """Return a server of an earlier version."""
     with ThreadServer(Options(sglang="0.5.17")) as running:

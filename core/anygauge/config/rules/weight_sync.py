@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from anygauge.config.lora import lora_settings
+from anygauge.config.modalities import modalities
 from anygauge.config.schema import Config
+from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["are_on_other_devices", "are_on_other_hosts", "weight_sync_rules"]
 
+ADAPTER = "adapter"
+"""Transport of adapters by themselves."""
 HOST = "cpu"
 """Device type of what is no accelerator: processes share it as they like."""
 
@@ -25,8 +31,8 @@ HOST = "cpu"
 def weight_sync_rules(config: Config, backend: BackendSpec, plugins: Plugins) -> Iterator[ConfigProblem]:
     """Yield a transport that cannot reach the run's engines, and keys that have no effect."""
     options = config.weight_sync
-    if options.directory is not None and options.transport != "disk":
-        hint = 'has no effect without weight_sync.transport = "disk"; leave it out'
+    if options.directory is not None and options.transport not in ("disk", "adapter"):
+        hint = 'has no effect without weight_sync.transport = "disk" or "adapter"; leave it out'
         yield ConfigProblem(path="weight_sync.directory", found=str(options.directory), hint=hint)
     transports: Mapping[str, WeightTransportSpec] = plugins.named("register_weight_transports")
     transport = transports.get(options.transport)
@@ -38,13 +44,45 @@ def weight_sync_rules(config: Config, backend: BackendSpec, plugins: Plugins) ->
         yield ConfigProblem(path="weight_sync.senders", found=options.senders, hint=hint)
     engines: Mapping[str, RolloutEngineSpec] = plugins.named("register_rollout_engines")
     engine = engines.get(config.rollout.engine)
+    if config.pushes_adapter:
+        loading = sorted(name for name, each in engines.items() if each.loads_adapters)
+        for reason in _adapter_obstacles(config, loading):
+            yield ConfigProblem(path="weight_sync.transport", found=options.transport, hint=reason)
     if not config.has_engines_apart or (engine is not None and engine.serve is None):
         return
     if transport is None or (obstacle := _obstacle(config, backend, transport)) is None:
         return
-    fit = [name for name, each in transports.items() if _obstacle(config, backend, each) is None]
+    fits = (name for name, each in transports.items() if _obstacle(config, backend, each) is None)
+    fit = [name for name in fits if name != ADAPTER]  # which has needs of its own
     hint = f"{obstacle}; these can: {', '.join(sorted(fit)) or 'none'}"
     yield ConfigProblem(path="weight_sync.transport", found=transport.name, hint=hint)
+
+
+def _adapter_obstacles(config: Config, able: Sequence[str]) -> Iterator[str]:
+    """Yield why servers cannot get the adapter by itself.
+
+    :param able: Engines that load adapters.
+    """
+    lora, fix = config.train.lora, "send merged weights, by another transport"
+    if not lora.is_on:
+        yield "sends the adapter of [train.lora], which is off: set train.lora.rank"
+        return
+    if config.rollout.engine not in able:
+        yield f"rollout.engine = {config.rollout.engine!r} loads no adapters; these do: {', '.join(able)}"
+    with suppress(CheckpointError):  # a problem of its own
+        if lora_settings(lora).modules_to_save:
+            yield f"train.lora.modules_to_save trains more than adapters; {fix}"
+    if lora.base is not None:
+        yield f"train.lora.base is not what servers load; {fix}"
+    if modalities(config):
+        yield f"servers have adapters of text models alone; {fix}"
+    if config.placement.colocated:
+        yield f"adapters do not survive that servers sleep (placement.colocated); {fix}"
+    if config.rollout.groups or config.rollout.external:
+        key = "rollout.groups" if config.rollout.groups else "rollout.external"
+        yield f"servers that are all alike and the run's own load adapters, and there is {key}; {fix}"
+    if config.weight_sync.pause == "in_place":
+        yield 'an adapter is not changed under requests: write weight_sync.pause = "abort"'
 
 
 def are_on_other_devices(config: Config, backend: BackendSpec) -> bool:

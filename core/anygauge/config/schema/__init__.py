@@ -93,6 +93,17 @@ class Config(Section):
         return self.placement.rollout_workers > 0 or bool(self.rollout.external)
 
     @property
+    def pushes_adapter(self) -> bool:
+        """Whether servers get the trained adapter by itself, and compute it beside ``model.path``."""
+        return self.weight_sync.transport == "adapter"
+
+    @property
+    def starts_elsewhere(self) -> bool:
+        """Whether engines that have loaded ``model.path`` lack something of the first weights."""
+        lora = self.train.lora
+        return lora.path is not None or lora.base is not None or self.pushes_adapter
+
+    @property
     def rollout_samples(self) -> int:
         """Samples of one rollout; in SFT, rows of one step."""
         per_prompt = 1 if self.run.task == "sft" else self.rollout.samples_per_prompt

@@ -188,7 +188,9 @@ class WeightSync(Section):
     transport: str = "tensor"
     """Weight transport to servers, by registered name: ``tensor`` (memory that processes of one host
     share, or one accelerator), ``distributed`` (broadcast), ``disk`` (a shared directory), ``delta`` (only
-    changed bytes). By default, servers with devices of their own or on other hosts use ``distributed``."""
+    changed bytes), ``adapter`` (the adapter of ``[train.lora]`` by itself, which servers compute beside
+    ``model.path``, over a shared directory). By default, servers with devices of their own or on other hosts
+    use ``distributed``."""
     bucket_bytes: Annotated[int, Field(ge=4096)] = 2**30
     """Size of a bucket's buffer. There are two buffers; a larger tensor has a bucket for itself. Each bucket
     costs a request, so larger ones are faster."""
@@ -205,4 +207,5 @@ class WeightSync(Section):
     deadline_s: Seconds = 300.0
     """Longest wait for an engine to take one bucket, or to answer anything else, in seconds."""
     directory: Path | None = None
-    """Directory of the weight versions, for ``disk``; ``None`` takes ``weights/`` in the run directory."""
+    """Directory of the weight versions, for ``disk`` and ``adapter``; ``None`` takes ``weights/`` in the run
+    directory."""

@@ -88,11 +88,6 @@ class Lora(Section):
         """Whether adapters are trained, and not all weights."""
         return self.rank is not None or self.path is not None
 
-    @property
-    def starts_elsewhere(self) -> bool:
-        """Whether training starts from other weights than those of ``model.path``."""
-        return self.path is not None or self.base is not None
-
 
 class Train(Section):
     """Training."""

@@ -278,6 +278,11 @@ class FsdpEngine(BaseEngine):
         self._memory.need("weights", "its weights")
         yield from full_weights(self.root, self.root.names, self.dtype)
 
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is trained beside a frozen base; see :class:`anygauge_hooks.engines.HasAdapters`."""
+        self._memory.need("weights", "its adapters")
+        yield from self.root.adapters.weights(self.shards)
+
     def _exported(self) -> tuple[Iterator[tuple[str, Tensor]], torch.dtype]:
         return full_weights(self.root, self.root.names, self.dtype), self.dtype
 

@@ -8,7 +8,7 @@ own wrappers change, and FSDP shards, casts and gathers adapters as it does any 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from anygauge.config.lora import LoraSettings, lora_settings
+from anygauge.config.lora import LoraSettings, adapter_config, lora_settings
 from anygauge.config.schema import Lora
 from anygauge.engines.agreement import shown
 from anygauge.engines.fsdp.weights import LocalShard, whole
 from anygauge.engines.lora.base import AdapterState, checksum, first_values, index_sum, log_sizes
-from anygauge.engines.lora.files import adapter_config, opened_adapter, write_adapter
+from anygauge.engines.lora.files import opened_adapter, write_adapter
 from anygauge.engines.lora.layers import chosen_layers, distinct_names, full_modules
 from anygauge_hooks.errors import ConfigError
 
@@ -76,7 +76,7 @@ class Adapters(AdapterState):
         self._by_layer = {name: _Adapter(layer, scale) for name, layer in (layers or {}).items()}
 
     @property
-    def saved(self) -> Sequence[str]:
+    def full_modules(self) -> Sequence[str]:
         """Names of the modules that are trained in full."""
         return self._saved
 
@@ -153,8 +153,14 @@ class Adapters(AdapterState):
         targets = distinct_names(self.layers, self._others)
         transposed = all(adapter.is_transposed for adapter in self._by_layer.values())
         config = adapter_config(self.settings, base, targets, self._saved, transposed=transposed)
-        trained = (shard for shard in shards if shard.tensor.requires_grad)
-        write_adapter(target, ((shard.name, whole(shard.tensor.detach())) for shard in trained), config)
+        write_adapter(target, self.weights(shards), config)
+
+    def weights(self, shards: Sequence[LocalShard]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all that is trained, whole and float32. A collective: every rank iterates to the end.
+
+        :param shards: All of the model.
+        """
+        yield from ((shard.name, whole(shard.value)) for shard in shards if shard.tensor.requires_grad)
 
 
 # -------------------------------------------------------------------------

@@ -277,8 +277,7 @@ def build_model(
         root.adapters = add_adapters(root, lora, dtype)
         log_frozen_experts(lora, config.model.path)
         if lora.base is not None:
-            saved = root.adapters.saved
-            root.quantized = quantize_layers(root, saved, dtype, context.device.torch_device)
+            root.quantized = quantize_layers(root, dtype, context.device.torch_device)
     unused = [*left_out, *spec.unused_weights(hf)]
     root.unused = [f"^{re.escape(prefix)}" for prefix in unused]
     if config.train.recompute == "full" and trains:

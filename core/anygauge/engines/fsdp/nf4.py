@@ -61,7 +61,7 @@ class Nf4Weight:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """What the weight is kept in: 4-bit numbers, scales, scales of scales and their offset."""
+        """Storage of the weight: 4-bit numbers, scales, scales of scales and their offset."""
         assert self._packed is not None, "nothing was written"
         return _tensors(self._packed, self._state)
 
@@ -112,7 +112,7 @@ class Nf4Shard(LocalShard):
 
     @property
     def stored(self) -> Sequence[Tensor]:
-        """Return what the weight is kept in."""
+        """Return the tensors that the weight is stored in."""
         return self.weight.tensors
 
     @property
@@ -128,19 +128,21 @@ class Nf4Shard(LocalShard):
         self.weight.write(weight)
 
 
-def quantize_layers(
-    root: Any, saved: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> Sequence[Nf4Shard]:
+def quantize_layers(root: Any, dtype: torch.dtype, device: torch.device) -> Sequence[Nf4Shard]:
     """Let the linear layers of the decoder layers compute with frozen weights in 4 bits, yet to be written.
 
-    Each keeps its module, bias, adapter and hooks, and loses its parameter ``weight``.
+    Each keeps its module, bias, adapter and hooks, and loses its parameter ``weight``. Modules that are
+    trained in full keep theirs.
 
     :param root: A ``ShardedModel`` on the meta device.
-    :param saved: Names of the modules that are trained in full, which keep their weights.
     :raises ConfigError: bitsandbytes is not there or not for this device, or there are no such layers.
     """
     inside = {id(module) for layer in root.layers for module in layer.modules()}
-    kept = {id(module) for name in saved for module in root.model.get_submodule(name).modules()}
+    kept = {
+        id(module)
+        for name in root.adapters.full_modules
+        for module in root.model.get_submodule(name).modules()
+    }
     layers = {
         name: module
         for name, module in root.model.named_modules()

@@ -64,7 +64,7 @@ class LocalShard:
 
     @property
     def stored(self) -> Sequence[Tensor]:
-        """Return what this rank's rows are kept in."""
+        """Return the tensors that this rank's rows are stored in."""
         return [self.local]
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -15,17 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from anygauge.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraSettings
+from anygauge.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
 from anygauge.disk import appearing
 from anygauge.engines.agreement import check_facts_agree, on_every_rank, shown
 from anygauge.engines.hf_directory import TensorReader
 from anygauge.hub.weight_files import open_weight_file
 from anygauge_hooks.errors import CheckpointError, WeightMappingError
 
-__all__ = ["AdapterReader", "adapter_config", "opened_adapter", "write_adapter"]
-
-_PREFIX = "base_model.model."
-"""How peft begins the names of an adapter's tensors."""
+__all__ = ["AdapterReader", "opened_adapter", "write_adapter"]
 
 
 class AdapterReader:
@@ -36,11 +33,11 @@ class AdapterReader:
 
     def shape(self, name: str) -> Sequence[int]:
         """Return a tensor's shape without reading it."""
-        return self._reader.shape(_PREFIX + name)
+        return self._reader.shape(PEFT_PREFIX + name)
 
     def read(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
         """Read a part of a tensor."""
-        return self._reader.read(_PREFIX + name, index)
+        return self._reader.read(PEFT_PREFIX + name, index)
 
 
 @contextmanager
@@ -75,7 +72,7 @@ def _fact(source: TensorReader, name: str) -> str:
 
 
 def _misfits(source: TensorReader, shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    by_name = {_PREFIX + name: list(shape) for name, shape in shapes.items()}
+    by_name = {PEFT_PREFIX + name: list(shape) for name, shape in shapes.items()}
     yield from (f"{name} is missing" for name in by_name if name not in source.names)
     yield from (f"{name} is not known" for name in sorted(source.names - by_name.keys()))
     for name in by_name.keys() & source.names:
@@ -88,11 +85,11 @@ def write_adapter(target: Path, tensors: Iterable[tuple[str, Tensor]], config: M
 
     :param tensors: All that is trained, whole, by the names of the tensors in the model. Every rank takes all
         of them; those of other ranks than 0 are not looked at.
-    :param config: Result of :func:`adapter_config`.
+    :param config: Result of :func:`anygauge.config.lora.adapter_config`.
     :raises CheckpointError: It cannot be written.
     """
     is_writer = dist.get_rank() == 0
-    held = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in tensors if is_writer}
+    held = {PEFT_PREFIX + name: tensor.cpu().contiguous() for name, tensor in tensors if is_writer}
     if is_writer:
         try:
             with appearing(target) as partial:
@@ -104,34 +101,3 @@ def write_adapter(target: Path, tensors: Iterable[tuple[str, Tensor]], config: M
                 hint="Free space there, or choose another directory; continue the run with --resume.",
             ) from error
     dist.barrier()
-
-
-def adapter_config(
-    settings: LoraSettings | None,
-    base: Path,
-    targets: Collection[str],
-    saved: Sequence[str],
-    *,
-    transposed: bool = False,
-) -> dict[str, Any]:
-    """Return the content of ``adapter_config.json``.
-
-    :param base: Directory of the weights that the adapter belongs to.
-    :param targets: Names that choose the layers with an adapter.
-    :param saved: Names of the modules that are trained in full.
-    :param transposed: Whether the weights of these layers are ``[in, out]``.
-    """
-    assert settings is not None, "the model has no adapters"
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "inference_mode": True,
-        "r": settings.rank,
-        "lora_alpha": settings.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": transposed,
-        "target_modules": list(targets),
-        "modules_to_save": list(saved) or None,
-    }

@@ -324,6 +324,12 @@ class MegatronEngine(BaseEngine):
         self._synchronize_parameters()
         yield from self.policy.weights()
 
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is trained beside a frozen base; see :class:`anygauge_hooks.engines.HasAdapters`."""
+        self._memory.need("weights", "its adapters")
+        self._synchronize_parameters()
+        yield from self.policy.adapter_weights()
+
     def weights_by_sender(self) -> Mapping[int, Iterator[tuple[str, Tensor]]]:
         """Return the weights by the rank that sends them; see :class:`anygauge_hooks.engines.HasSenders`."""
         self._memory.need("weights", "its weights")

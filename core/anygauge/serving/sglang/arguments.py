@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from anygauge.config.lora import lora_settings
 from anygauge.config.modalities import TOWERS, modalities
 from anygauge.serving.sglang import processors
 from anygauge.serving.sglang.installed import Argument, Installed
@@ -68,6 +69,10 @@ OWNED: Mapping[str, str] = {
         _CLIENT,
     ),
     **dict.fromkeys(("preferred_sampling_params", "sampling_defaults"), _RUN_WIDE),
+    **dict.fromkeys(
+        ("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"),
+        'Use train.lora and weight_sync.transport = "adapter".',
+    ),
     "enable_memory_saver": "Use placement.colocated; the backend knows how its servers give memory back.",
     "config": "Write the arguments here.",
 }
@@ -122,7 +127,18 @@ def run_arguments(config: Config, *, path: str | None = None) -> dict[str, Any]:
     }
     if "max_batch_tokens" in rollout.model_fields_set:
         arguments["max_total_tokens"] = rollout.max_batch_tokens
-    return arguments
+    return {**arguments, **_adapter_arguments(config)}
+
+
+def _adapter_arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments with which a server makes room for the adapter of the run."""
+    if not config.pushes_adapter:
+        return {}
+    settings = lora_settings(config.train.lora)
+    targets = settings.targets
+    is_named = targets is not None and not isinstance(targets, str)  # an expression may be any of them
+    names = sorted({name.rpartition(".")[2] for name in targets or ()}) if is_named else ["all"]
+    return {"enable_lora": True, "max_lora_rank": settings.rank, "lora_target_modules": names}
 
 
 def media_arguments(config: Config, installed: Installed) -> dict[str, Any]:

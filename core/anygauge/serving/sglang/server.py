@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 __all__ = ["ENGINE", "SGLangServer", "make_server"]
 
 ENGINE = "sglang"
+ADAPTER = "policy"
+"""Name of the adapter that requests ask for."""
 GRACE_S = 3.0
 """Seconds from the command to stop until the kill; SGLang looks for it every few seconds."""
 KILL_S = 30.0
@@ -87,6 +89,7 @@ class SGLangServer:
         log: Path,
         deadline_s: float,
         ranks: int = 1,
+        adapter: str = "",
     ) -> None:
         """Store the arguments of a server, without starting it.
 
@@ -95,6 +98,7 @@ class SGLangServer:
         :param host: Address of this node that it listens on.
         :param deadline_s: Longest time until it answers, in seconds.
         :param ranks: Data-parallel ranks that the arguments ask for.
+        :param adapter: Name of the adapter that it gets; see :class:`SGLangPeer`.
         """
         self.api = api
         self.log = log
@@ -106,6 +110,7 @@ class SGLangServer:
         self._host = host
         self._deadline_s = deadline_s
         self._ranks = ranks
+        self._adapter = adapter
         self._encoders: Sequence[str] = ()
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._command: list[str] = []
@@ -172,6 +177,7 @@ class SGLangServer:
             device=self._device_type,
             api=self.api.weights(self._device_type),
             keys=self._keys,
+            adapter=self._adapter,
         )
 
     def close(self) -> None:
@@ -325,6 +331,7 @@ def make_server(config: Config, context: WorkerContext) -> SGLangServer:
         log=_logs(config, context) / f"rollout-{context.rank}-engine.log",
         deadline_s=config.placement.start_timeout_s,
         ranks=plan_ranks(config, plan),
+        adapter=ADAPTER if config.pushes_adapter else "",
     )
 
 

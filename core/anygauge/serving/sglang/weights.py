@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -34,16 +35,19 @@ class SGLangPeer(ServerPeer):
     """Shown to the server."""
     bootstrap: str = ""
     """``host:port`` at which one that only reads prompts hands them over."""
+    adapter: str = ""
+    """Name of the adapter that it gets, and that its requests ask for; empty if it gets whole weights."""
 
     @property
     def keeps_requests(self) -> bool:
         """Whether its requests survive a pause in mode ``retract``."""
-        return self.api.retracted_survive_flush
+        # An adapter is unloaded once no request uses it, and a request keeps the one that it began with.
+        return self.api.retracted_survive_flush and not self.adapter
 
     @property
     def has_checksums(self) -> bool:
         """Whether it tells checksums that can be compared."""
-        return self.api.checksums != "none"
+        return self.api.checksums != "none" and not self.adapter  # it tells none of adapters
 
     @property
     def takes_whole_buckets(self) -> bool:
@@ -63,6 +67,7 @@ class SGLangPeer(ServerPeer):
             image_encoder=images,
             keys=self.keys,
             bootstrap=self.bootstrap,
+            adapter=self.adapter,
         )
 
 
@@ -138,6 +143,18 @@ class SGLangTarget(EngineControl, WeightTarget):
             "load_format": "safetensors",
         }
         self.post("/update_weights_from_disk", body, what=describe(None, update.version))
+
+    def load_adapter(self, path: str, update: WeightUpdate) -> None:
+        """Load an adapter under the name that requests ask for, in the place of the one before.
+
+        The server gives it an id of its own, which is a part of the keys of the KV cache.
+        """
+        name, what = self._peer.adapter, f"the adapter of version {update.version}"
+        with suppress(RefusedError):  # there was none yet
+            self.post("/unload_lora_adapter", {"lora_name": name}, what="the end of an adapter")
+        self.post("/load_lora_adapter", {"lora_name": name, "lora_path": path}, what=what)
+        version = {"new_version": str(update.version), "abort_all_requests": False}
+        self.post("/update_weight_version", version, what=what)
 
     def join_group(self, group: BroadcastGroup) -> None:
         """Join a group."""

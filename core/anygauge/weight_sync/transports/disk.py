@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from anygauge.weight_sync.buckets import unpack
 from anygauge_hooks.weights import WeightTransport
 
 if TYPE_CHECKING:
-    from anygauge_hooks.weights import WeightBucket, WeightUpdate
+    from anygauge_hooks.weights import WeightBucket, WeightTarget, WeightUpdate
 
 __all__ = ["DiskTransport"]
 
@@ -43,11 +43,8 @@ class DiskTransport(WeightTransport):
         """Write a bucket as a file; with the last one the directory gets its name."""
         from safetensors.torch import save_file
 
-        target = self._directory / f"version-{update.version}"
         if self._partial is None:
-            if target.exists():
-                remove(target)
-            self._partial = self._writing.enter_context(appearing(target))
+            self._partial = self._writing.enter_context(self._appearing(update))
             if self._model.is_dir():
                 copy_other_files(self._model, self._partial)
         name = f"model-{bucket.index:05d}.safetensors"
@@ -56,6 +53,13 @@ class DiskTransport(WeightTransport):
         self._size += bucket.data.numel()
         if bucket.last:
             self._publish()
+
+    def _appearing(self, update: WeightUpdate) -> AbstractContextManager[Path]:
+        """Return a directory that becomes that of the version."""
+        target = self._directory / f"version-{update.version}"
+        if target.exists():
+            remove(target)
+        return appearing(target)
 
     def _publish(self) -> None:
         assert self._partial is not None
@@ -66,10 +70,13 @@ class DiskTransport(WeightTransport):
     def commit(self, update: WeightUpdate) -> None:
         """Let the servers load the directory, and remove earlier ones that no server needs."""
         path = str(self._directory / f"version-{update.version}")
-        update.load(lambda target: target.load_directory(path, update))
+        update.load(lambda target: self._load(target, path, update))
         for version, other in _versions(self._directory).items():
             if version != update.version:
                 remove(other)
+
+    def _load(self, target: WeightTarget, path: str, update: WeightUpdate) -> None:
+        target.load_directory(path, update)
 
     def abandon(self) -> None:
         """Remove unpublished files."""

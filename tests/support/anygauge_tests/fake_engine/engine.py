@@ -57,6 +57,7 @@ class Engine:
         params = body.get("sampling_params") or {}
         prompt = self._prompt(body)
         self._check(prompt, params)
+        self._check_adapter(body.get("lora_path"))
         self.rooms.check(body)
         if self.options.disaggregation == "prefill":
             params = {**params, "max_new_tokens": 1}
@@ -85,6 +86,13 @@ class Engine:
         if isinstance(text := body.get("text"), str):
             return [byte % (self.options.vocab_size // 2) for byte in text.encode()]
         raise ValueError("Either text, input_ids or input_embeds should be provided.")
+
+    def _check_adapter(self, name: str | None) -> None:
+        """Refuse an adapter that is not there, and a request of a run with adapters that asks for none."""
+        if name != (self.options.adapter or None):
+            raise ValueError(f"The request asks for the adapter {name!r}.")
+        if name is not None and name not in self.weights.adapters:
+            raise ValueError(f"The following requested LoRA adapters are not loaded: {name}")
 
     def _check_awake(self) -> None:
         """Refuse what the real engine would take, to read memory that is not there."""
@@ -260,4 +268,5 @@ class Engine:
             "events": dict(self.faults.seen),
             "finished": self.finished,
             "rooms": self.rooms.used,
+            "adapters": self.weights.adapters,
         }

@@ -30,8 +30,9 @@ def serve(config, context):
 @hookimpl
 def register_rollout_engines():
     kinds = ("regular", "prefill", "decode", "encoder")
+    abilities = {{"releases_memory": True, "starts_early": True}}
     return [
-        RolloutEngineSpec(name="fake", serve=serve, kinds=kinds, releases_memory=True, starts_early=True)
+        RolloutEngineSpec(name="fake", serve=serve, kinds=kinds, loads_adapters=True, **abilities)
     ]
 '''
 

@@ -67,6 +67,8 @@ class Options:
     api_key: str = ""
     """Asked for as SGLang does; empty lets everybody in, as does the next."""
     admin_api_key: str = ""
+    adapter: str = ""
+    """Name of the adapter that every request must ask for; empty plays a server without ``--enable-lora``."""
     faults: str = ""
     """Faults that occur by themselves, such as ``die@generate:20,refuse@update:1``; see :class:`Faults`."""
 

@@ -161,6 +161,7 @@ class FakeServer:
             else "",
             api=api,
             device=self.options.device,
+            adapter=self.options.adapter,
             keys=ServerKeys(api=self.options.api_key, admin=self.options.admin_api_key),
         )
 

@@ -41,6 +41,8 @@ class WeightEndpoints:
             ),
             ("POST", "/init_weights_update_group", self._handler("init", weights.init_group)),
             ("POST", "/destroy_weights_update_group", self._handler("destroy", weights.destroy_group)),
+            ("POST", "/load_lora_adapter", self._handler("adapter", weights.load_adapter)),
+            ("POST", "/unload_lora_adapter", self._unload),
             ("GET", "/weights_checker", self._handler("check", weights.check)),
             ("POST", "/weights_checker", self._handler("check", weights.check)),
         ]
@@ -56,6 +58,12 @@ class WeightEndpoints:
             return await self._change(http, event, change)
 
         return handle
+
+    async def _unload(self, http: web.Request) -> web.StreamResponse:
+        """Unload an adapter once no request uses it; a pause that keeps requests makes this wait for ever."""
+        while self._engine.requests:
+            await asyncio.sleep(0.01)
+        return await self._change(http, "adapter", self._engine.weights.unload_adapter)
 
     async def _set_version(self, http: web.Request) -> web.StreamResponse:
         body = orjson.loads(await http.read())

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import safe_open
+
+from anygauge.weight_sync.checksum import checksum
 from anygauge_tests.fake_engine.options import Options
 from anygauge_tests.fake_engine.weight_store import WeightStore
 
@@ -34,6 +39,9 @@ class Weights:
         self._needs_session = options.sglang != "0.5.17"
         self._session = False
         self._changed = changed
+        self._adapter_name = options.adapter
+        self.adapters: dict[str, dict[str, Any]] = {}
+        """Path, rank, targets and checksums of each adapter, by name."""
         self._stores = [WeightStore(options.device, rank=rank) for rank in range(options.tp_size)]
 
     def begin(self, body: Mapping[str, Any]) -> Answer:
@@ -75,6 +83,33 @@ class Weights:
     def destroy_group(self, body: Mapping[str, Any]) -> Answer:
         """Leave a group."""
         return self._apply("destroy_weights_update_group", body)
+
+    def load_adapter(self, body: Mapping[str, Any]) -> Answer:
+        """Read an adapter of peft under a new name."""
+        name, path = str(body["lora_name"]), Path(body["lora_path"])
+        if not self._adapter_name:
+            return Answer(False, "LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
+        if name in self.adapters:
+            return Answer(False, f"LoRA with name {name} already exists.")
+        try:
+            config = json.loads((path / "adapter_config.json").read_text())
+            self.adapters[name] = {
+                "path": str(path),
+                "rank": config["r"],
+                "targets": config["target_modules"],
+            }
+            with safe_open(path / "adapter_model.safetensors", "pt") as file:
+                sums = {tensor: checksum(file.get_tensor(tensor)) for tensor in file.keys()}  # noqa: SIM118
+        except (OSError, ValueError, KeyError) as error:
+            return Answer(False, f"Failed: {error!r}")
+        self.adapters[name]["checksums"] = sums
+        return Answer(True, "", {"loaded_adapters": {name: str(path)}})
+
+    def unload_adapter(self, body: Mapping[str, Any]) -> Answer:
+        """Forget an adapter."""
+        if self.adapters.pop(body["lora_name"], None) is None:
+            return Answer(False, f"LoRA with name {body['lora_name']} does not exist.")
+        return Answer(True, "")
 
     def check(self, body: Mapping[str, Any]) -> Answer:
         """Tell the checksums of what each process holds, by the names that they were sent under."""

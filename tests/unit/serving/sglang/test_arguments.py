@@ -149,6 +149,22 @@ def test_what_the_config_decides_becomes_arguments(config: Callable[..., Config]
     assert "max_total_tokens" not in run_arguments(config())
 
 
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [(None, ["all"]), (".*_proj", ["all"]), (("v_proj", "self_attn.q_proj"), ["q_proj", "v_proj"])],
+)
+def test_a_server_makes_room_for_the_adapter_that_it_gets(
+    config: Callable[..., Config], targets: Any, names: list[str]
+) -> None:
+    base = config()
+    lora = base.train.lora.model_copy(update={"rank": 8, "targets": targets})
+    train = base.train.model_copy(update={"lora": lora})
+    sync = base.weight_sync.model_copy(update={"transport": "adapter"})
+    found = run_arguments(base.model_copy(update={"train": train, "weight_sync": sync}))
+    wanted = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": names}
+    assert found == {**run_arguments(base), **wanted}
+
+
 def test_a_backend_says_how_sglang_is_installed_beside_it() -> None:
     found = {name: how_to_install(each) for name, each in load_plugins().named("register_backends").items()}
     assert found["cpu"] == "pip install --no-deps -r requirements/sglang-cpu.txt"

@@ -57,8 +57,8 @@ class Batches:
     :param engine: How errors call the engine.
     """
 
-    def __init__(self, post: Post, engine: str) -> None:
-        self._post, self._engine = post, engine
+    def __init__(self, post: Post, engine: str, *, adapter: str = "") -> None:
+        self._post, self._engine, self._adapter = post, engine, adapter
         self._waiting: dict[_Key, list[_Member]] = {}
         self._tasks: set[asyncio.Task[Sequence[Generation]]] = set()
 
@@ -123,10 +123,11 @@ class Batches:
         first, ends = members[0], max(member.ends for member in members)
         purpose = f"request {first.request.label}"
         if len(members) == 1:
-            body = request_body(first.request, first.rid, rank=rank)
+            body = request_body(first.request, first.rid, rank=rank, adapter=self._adapter)
             return [read_answer(await self._post(body, ends, purpose), self._engine, first.request)]
         purpose += f" and {len(members) - 1} more of its group"
-        body = batch_body([each.request for each in members], [each.rid for each in members], rank=rank)
+        requests, rids = [each.request for each in members], [each.rid for each in members]
+        body = batch_body(requests, rids, rank=rank, adapter=self._adapter)
         return read_answers(await self._post(body, ends, purpose), self._engine, len(members))
 
 

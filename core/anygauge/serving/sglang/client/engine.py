@@ -46,6 +46,7 @@ class EngineClient:
     :param image_encoder: Encoder for requests that have media; ``None`` refuses them.
     :param keys: Keys that the server asks for.
     :param bootstrap: ``host:port`` of the bootstrap server of one that only reads prompts.
+    :param adapter: Name of the adapter that answers; empty for the engine's weights alone.
 
     Example::
 
@@ -63,12 +64,14 @@ class EngineClient:
         image_encoder: ImageEncoder | None = None,
         keys: ServerKeys = NO_KEYS,
         bootstrap: str = "",
+        adapter: str = "",
     ) -> None:
         self.address = address.rstrip("/")
         self.name = name or f"the engine at {self.address}"
         self.options = options
         self._image_encoder = image_encoder
         self._bootstrap = bootstrap
+        self._adapter = adapter
         self._rids: set[str] = set()
         self._probes = 0
         self._aborts = 0
@@ -78,7 +81,7 @@ class EngineClient:
         """Not used: SGLang's answers say which weights made a token."""
         self._released: frozenset[MemoryPart] = frozenset()
         self._channel = Channel(self.address, self.name, keys)
-        self._batches = Batches(self._post, self.name)
+        self._batches = Batches(self._post, self.name, adapter=adapter)
         self._room = asyncio.Semaphore(options.concurrency or sys.maxsize)
         self._head, self._numbers = secrets.token_hex(6), itertools.count()
         self._farewells: set[asyncio.Task[None]] = set()
@@ -143,7 +146,9 @@ class EngineClient:
     ) -> bytes:
         async with self._attempt(request, ends) as rid:
             media = await self._media(request)
-            body = request_body(request, rid, rank=rank, bootstrap=bootstrap, media=media)
+            body = request_body(
+                request, rid, rank=rank, bootstrap=bootstrap, media=media, adapter=self._adapter
+            )
             return await self._post(body, ends, f"request {request.label}")
 
     async def _post(self, body: bytes, ends: float, purpose: str) -> bytes:

@@ -52,6 +52,7 @@ def request_body(
     rank: int | None = None,
     bootstrap: BootstrapRoom | None = None,
     media: Sequence[bytes] = (),
+    adapter: str = "",
 ) -> bytes:
     """Return the body of a request.
 
@@ -60,6 +61,7 @@ def request_body(
     :param rank: Data-parallel rank of the engine that is to serve it; ``None`` lets the engine choose.
     :param bootstrap: For an engine that does but one half of it; the other is told the same.
     :param media: The request's media, encoded; see :func:`media_fields`.
+    :param adapter: Name of the adapter that answers; empty for the engine's weights alone.
     :raises RolloutError: Its placeholders and media do not go together.
     """
     body: dict[str, Any] = {
@@ -68,8 +70,7 @@ def request_body(
         "sampling_params": _sampling_params(request.params, request.seed),
         "return_logprob": True,
     }
-    if rank is not None:
-        body["routed_dp_rank"] = rank
+    body |= _routing(rank, adapter)
     if bootstrap is not None:
         body |= {
             "bootstrap_host": bootstrap.host,
@@ -81,7 +82,9 @@ def request_body(
     return orjson.dumps(body)
 
 
-def batch_body(requests: Sequence[GenerateRequest], rids: Sequence[str], *, rank: int | None = None) -> bytes:
+def batch_body(
+    requests: Sequence[GenerateRequest], rids: Sequence[str], *, rank: int | None = None, adapter: str = ""
+) -> bytes:
     """Return the body of several requests, which the engine answers together.
 
     :param requests: Without media.
@@ -93,9 +96,13 @@ def batch_body(requests: Sequence[GenerateRequest], rids: Sequence[str], *, rank
         "sampling_params": [_sampling_params(request.params, request.seed) for request in requests],
         "return_logprob": True,
     }
-    if rank is not None:
-        body["routed_dp_rank"] = rank
-    return orjson.dumps(body)
+    return orjson.dumps({**body, **_routing(rank, adapter)})
+
+
+def _routing(rank: int | None, adapter: str) -> dict[str, Any]:
+    """Return what says who answers, where the engine does not choose."""
+    fields: dict[str, Any] = {} if rank is None else {"routed_dp_rank": rank}
+    return {**fields, "lora_path": adapter} if adapter else fields
 
 
 def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
