@@ -61,7 +61,7 @@ REDIRECTED: Final = (
 )
 """Functions of CUDA, by name, that a :class:`ScopeMap` stands in for."""
 
-Transform = Literal["copy", "concat", "interleave", "alternate"]
+Transform = Literal["copy", "concat", "interleave", "deinterleave"]
 """How Hugging Face tensors become one canonical tensor:
 
 ``copy``
@@ -71,8 +71,10 @@ Transform = Literal["copy", "concat", "interleave", "alternate"]
 ``interleave``
     Each is cut into ``groups`` equal parts along dimension 0, and the parts are put group by group: with
     ``q, k, v`` projections, a group's queries, its key, its value.
-``alternate``
-    One tensor, in which rows of gate and of up take turns, becomes gate above up. ``sections`` are the two.
+``deinterleave``
+    Each consists of ``groups`` groups, which have a share of every part, and the parts are put one under
+    another: heads that each hold their query, key and value, or, with one row of each, rows of gate and of up
+    in turns. ``sections`` are the parts.
 """
 
 
@@ -97,9 +99,9 @@ class WeightRule:
     sections: tuple[tuple[int, ...], ...] = ()
     """For each Hugging Face tensor, the sizes along ``split_dim`` of the parts that it consists of. With
     ``copy`` and ``concat`` tensor parallelism splits each part by itself, so that every rank has its share of
-    gate and of up. ``concat`` and ``interleave`` need it; without it a tensor is one part."""
+    gate and of up. All transforms but ``copy`` need it; without it a tensor is one part."""
     groups: int = 1
-    """Query groups, for ``interleave``. Tensor parallelism gives whole groups to a rank."""
+    """Groups, for ``interleave`` and ``deinterleave``. Tensor parallelism gives whole groups to a rank."""
     split_dim: int | None = None
     """Dimension of the canonical tensor that tensor parallelism splits; ``None`` replicates. With
     ``{expert}`` it is what expert tensor parallelism splits."""

@@ -74,7 +74,8 @@ def _weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
 
 def _experts(count: int, width: int) -> list[WeightRule]:
     fc1, fc2 = "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"
-    gate_up: dict[str, Any] = {"transform": "alternate", "sections": ((width, width),), "split_dim": 0}
+    in_turns: dict[str, Any] = {"transform": "deinterleave", "groups": width}
+    gate_up: dict[str, Any] = {**in_turns, "sections": ((width, width),), "split_dim": 0}
     down: dict[str, Any] = {"sections": ((width,),), "split_dim": 1}
     weight: dict[str, Any] = {"experts": count, "transposed": True}
     return [

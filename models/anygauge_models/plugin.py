@@ -32,6 +32,7 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.qwen3_5.spec import QWEN3_5
     from anygauge_models.qwen3_5_moe import QWEN3_5_MOE
     from anygauge_models.qwen3_moe import QWEN3_MOE
+    from anygauge_models.qwen3_next import QWEN3_NEXT
     from anygauge_models.qwen3_omni_moe.spec import QWEN3_OMNI_MOE
     from anygauge_models.qwen3_vl.spec import QWEN3_VL
     from anygauge_models.qwen3_vl_moe import QWEN3_VL_MOE
@@ -39,5 +40,7 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.smollm3 import SMOLLM3
 
     glm = [GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
-    qwen = [QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
-    return [DEEPSEEK_V3, GEMMA3, *glm, GPT_OSS, LLAMA, MISTRAL, OLMO2, OLMO3, PHI3, *qwen, SEED_OSS, SMOLLM3]
+    qwen = [QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT]
+    qwen_media = [QWEN2_5_VL, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
+    dense = [LLAMA, MISTRAL, OLMO2, OLMO3, PHI3, SEED_OSS, SMOLLM3]
+    return [DEEPSEEK_V3, GEMMA3, GPT_OSS, *dense, *glm, *qwen, *qwen_media]

@@ -24,7 +24,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one-layer": ("qwen3", {"tie_word_embeddings": True}, {"rank": 3, "targets": r"model\.layers\.1\..*"}),
     "latent": ("deepseek_v3", {"initializer_range": 0.1}, {"rank": 3}),
     "delta": (
-        "qwen3_5",
+        "qwen3_next",
         {"layer_types": ["linear_attention", "full_attention"] * 2, "initializer_range": 0.1},
         {"rank": 3},
     ),

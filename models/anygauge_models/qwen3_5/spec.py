@@ -35,34 +35,30 @@ def placed(hf: Mapping[str, Any], rules: list[WeightRule]) -> list[WeightRule]:
     return [*inside("model.language_model.", rules), *tower_rules(hf)] if with_vision(hf) else rules
 
 
-def mixing_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
-    """Return the rules of gated attention and gated delta nets, and of the norms before them."""
+def mixing_rules(hf: Mapping[str, Any], *, by_heads: bool = False) -> list[WeightRule]:
+    """Return the rules of gated attention and gated delta nets, and of the norms before them.
+
+    :param by_heads: Whether checkpoints hold the projections of delta nets key head by key head.
+    """
     linear = is_linear(hf)
     full = tuple(index for index, is_delta in enumerate(linear) if not is_delta)
     attention = self_attention(**attention_of(hf), qk_norm=True, gated=True, layers=full)
-    return [*attention, *_delta_net(hf, tuple(index for index, is_delta in enumerate(linear) if is_delta))]
+    deltas = tuple(index for index, is_delta in enumerate(linear) if is_delta)
+    return [*attention, *_delta_net(hf, by_heads, layers=deltas)]
 
 
-def _delta_net(hf: Mapping[str, Any], layers: tuple[int, ...]) -> list[WeightRule]:
+def _delta_net(hf: Mapping[str, Any], by_heads: bool, **common: Any) -> list[WeightRule]:
     """Return the rules of gated delta nets; queries, keys and values are divided each by itself."""
-    keys, values, heads = delta_sizes(hf)
-    mixed = (keys, keys, values)
-    common: dict[str, Any] = {"layers": layers}
-    projections = (f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
+    keys, values, _ = delta_sizes(hf)
+    names, how = _projections(hf, by_heads)
+    projections = (f"linear_attn.in_proj_{name}.weight" for name in names)
     return [
         norm_before_attention("self_attention.in_proj.layer_norm_weight", **common),
-        layer_rule(
-            "self_attention.in_proj.weight",
-            *projections,
-            transform="concat",
-            sections=(mixed, (values,), (heads,), (heads,)),
-            split_dim=0,
-            **common,
-        ),
+        layer_rule("self_attention.in_proj.weight", *projections, split_dim=0, **how, **common),
         layer_rule(
             "self_attention.conv1d.weight",
             "linear_attn.conv1d.weight",
-            sections=(mixed,),
+            sections=((keys, keys, values),),
             split_dim=0,
             **common,
         ),
@@ -71,6 +67,17 @@ def _delta_net(hf: Mapping[str, Any], layers: tuple[int, ...]) -> list[WeightRul
         layer_rule("self_attention.out_norm.weight", "linear_attn.norm.weight", **common),
         layer_rule("self_attention.out_proj.weight", "linear_attn.out_proj.weight", split_dim=1, **common),
     ]
+
+
+def _projections(hf: Mapping[str, Any], by_heads: bool) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the names of the projections in checkpoints, and how they become one."""
+    keys, values, heads = delta_sizes(hf)
+    if by_heads:
+        parts = ((keys, keys, values, values), (heads, heads))
+        groups = hf["linear_num_key_heads"]
+        return ("qkvz", "ba"), {"transform": "deinterleave", "sections": parts, "groups": groups}
+    apart = ((keys, keys, values), (values,), (heads,), (heads,))
+    return ("qkv", "z", "b", "a"), {"transform": "concat", "sections": apart}
 
 
 # A part of each head turns. In text the three axes of a position are one.

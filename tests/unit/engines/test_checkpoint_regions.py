@@ -39,6 +39,12 @@ RULES: dict[str, tuple[WeightRule, tuple[int, ...]]] = {
         ),
         (12, 3),
     ),
+    "heads": (
+        WeightRule(
+            canonical="t", hf=("h",), transform="deinterleave", sections=((8, 4),), groups=4, split_dim=0
+        ),
+        (12, 3),
+    ),
     "vocabulary": (WeightRule(canonical="t", hf=("t",), split_dim=0, pads_vocab=True), (5, 3)),
     "bias": (WeightRule(canonical="t", hf=("t",), split_dim=0), (8,)),
     "replicated": (WeightRule(canonical="t", hf=("t",)), (3,)),

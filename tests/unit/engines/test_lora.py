@@ -27,7 +27,7 @@ from anygauge.engines.fsdp.lora import add_adapters
 from anygauge.engines.fsdp.weights import whole
 from anygauge.engines.megatron.conversion.convert import megatron_to_hf
 from anygauge.plugins import Plugins, load_plugins
-from anygauge.testing.tiny import tiny_tokenizer
+from anygauge.testing.tiny import save_random, tiny_tokenizer
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import AnygaugeError, CheckpointError, ConfigError, WeightMappingError
 from anygauge_tests import batches
@@ -57,6 +57,12 @@ LATENT = {
     **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
     **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4},
 }
+DELTA = {
+    **{"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 2},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4},
+    **{"linear_value_head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    **{"shared_expert_intermediate_size": 8},
+}
 MODELS: dict[str, Model] = {
     "fsdp-Qwen2": ("Qwen2", {}, {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
     "fsdp-GPT2": (
@@ -80,6 +86,7 @@ MODELS: dict[str, Model] = {
         {"head_dim": 8},
         {"target_modules": r".*\.1\.(self_attn\.[qv]|mlp\.up)_proj"},
     ),
+    "megatron-Qwen3Next": ("Qwen3Next", DELTA, {"target_modules": ["in_proj_qkvz", "in_proj_ba", "q_proj"]}),
     "megatron-Phi3": ("Phi3", {}, {"target_modules": "all-linear"}),
     "megatron-DeepseekV3": (
         "DeepseekV3",
@@ -89,7 +96,8 @@ MODELS: dict[str, Model] = {
 }
 """Engine and architecture, what is odd about this, and what has an adapter in peft: GPT-2's weights are
 transposed, Phi's output layer has a bias, and Mixtral's experts are no linear layers. In Megatron, Qwen's
-linears are fused and Phi-3's are fused in the checkpoint too; some of DeepSeek's are not divided."""
+linears are fused and Phi-3's are fused in the checkpoint too; some of DeepSeek's are not divided. A head's
+queries, keys and values are together in Qwen3-Next."""
 ENGINES = ("fsdp", "megatron")
 LORA = {"rank": 4, "alpha": 12.0}
 
@@ -117,12 +125,10 @@ def make_engine(context: WorkerContext, plugins: Plugins) -> MakeEngine:
     return make
 
 
-def write_model(directory: Path, name: str, *, seed: int = 0, **options: Any) -> Path:
-    torch.manual_seed(seed)
+def write_model(directory: Path, name: str, **options: Any) -> Path:
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
     tiny_tokenizer(directory, alphabet="0123456789+-*/=.")
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return directory
+    return save_random(AutoModelForCausalLM, config, directory)
 
 
 @pytest.fixture
@@ -362,7 +368,7 @@ def test_new_adapters_change_nothing_and_a_reference_without_them_is_the_base(
 def test_another_reference_is_kept_as_a_copy(
     make_engine: MakeEngine, qwen2: Path, tmp_path: Path, name: str
 ) -> None:
-    other = write_model(tmp_path / "other", "Qwen2", seed=5)
+    other = write_model(tmp_path / "other", "Qwen2", initializer_range=0.1)
     engine = make_engine(qwen2, LORA, name)
     take_step(engine)
     after = log_probs(engine)

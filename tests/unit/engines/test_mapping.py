@@ -313,6 +313,17 @@ def test_every_problem_is_listed_and_nothing_is_copied() -> None:
     assert not any(tensor.any() for tensor in stored.values())
 
 
+def test_heads_that_are_together_in_a_checkpoint_stay_whole() -> None:
+    heads = replace(GATE_UP, hf=("qkvz.{layer}",), transform="deinterleave", sections=((4, 8),), groups=2)
+    rules = expand_rules([heads], 1)
+    source = Source({"qkvz.0": torch.arange(12.0)[:, None]})
+    stored = {rules[0].canonical: torch.zeros(12, 1)}
+    load_weights(stored, rules, source, ShardPosition())
+    assert stored[rules[0].canonical][:, 0].tolist() == [0, 1, 6, 7, 2, 3, 4, 5, 8, 9, 10, 11]
+    with pytest.raises(WeightMappingError, match="2 groups of rows do not divide by 4"):
+        load_weights({rules[0].canonical: torch.zeros(3, 1)}, rules, source, ShardPosition(tensor=4))
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_numbers_that_mean_nothing_without_scales_are_refused(dtype: torch.dtype) -> None:
     rules = expand_rules([GATE_UP], 1)

@@ -250,6 +250,7 @@ def test_weights_come_out_as_they_went_in(policy: Any, checkpoint: Path) -> None
 STATES = {
     "qwen3_5": 2 * 3 * 4 * 16 * 24,
     "qwen3_5_moe": 2 * 3 * 4 * 16 * 24,
+    "qwen3_next": 2 * 3 * 4 * 16 * 24,
 }
 """Elements of the states of the delta nets: layers, three uses, heads, and the sizes of keys and values."""
 
@@ -343,6 +344,7 @@ HEADS = {
     "olmo3": (0.1 + 1) * 4 * (16 + 16),
     "qwen3_5": 1 * 4 * (32 + 32),
     "qwen3_5_moe": 1 * 4 * (32 + 32),
+    "qwen3_next": 1 * 4 * (32 + 32),
 }
 """Layers with scores, their heads, and the sizes of a key and of a value, where these are not all alike. A
 window of 5 has as many of them as 10 tokens have without, of the 100 here."""
@@ -404,6 +406,9 @@ REFUSED = [
     ("qwen3_5", "layer_types", ["sliding_attention"]),
     ("qwen3_5_moe", "hidden_act", "gelu"),
     ("qwen3_5_moe", "num_experts_per_tok", 1),
+    ("qwen3_next", "attention_bias", True),
+    ("qwen3_next", "mlp_only_layers", [0, 1, 2]),
+    ("qwen3_next", "num_experts_per_tok", 1),
 ]
 
 
@@ -496,6 +501,7 @@ OLD = {
     "seed_oss": {"rope_theta": 1e7},
     "smollm3": {"rope_theta": 5e6},
     "qwen3": {"rope_theta": 1e6},
+    "qwen3_next": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
     "glm4": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
     "glm4_moe": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
     "glm4_moe_lite": {"rope_theta": 1e4},
@@ -551,6 +557,7 @@ VARIANTS = [
     ("qwen2", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
     ("qwen3", {"tie_word_embeddings": False}),
     ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 2}),
+    ("qwen3_next", {"norm_topk_prob": False, "linear_num_key_heads": 4, "mlp_only_layers": []}),
     ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
     ("glm4_moe", {"use_qk_norm": False, "n_shared_experts": 2}),
     ("phi3", {"num_key_value_heads": 4, "rope_parameters": PLAIN, "tie_word_embeddings": True}),
@@ -752,7 +759,7 @@ def test_a_text_model_is_trained_inside_one_that_sees(
     [
         ("deepseek_v3", "model.layers.3.eh_proj.weight"),
         ("glm4_moe", "model.layers.3.eh_proj.weight"),
-        ("qwen3_5_moe", "mtp.fc.weight"),
+        ("qwen3_next", "mtp.fc.weight"),
     ],
 )
 def test_what_predicts_the_token_after_the_next_is_left_out(

@@ -113,7 +113,7 @@ def parallel(workers: int, **sizes: int) -> dict[str, Any]:
             "qwen3",
             "qwen3_5",
         ),
-        *("qwen3_5_moe", "qwen3_moe", "seed_oss", "smollm3", "gemma3", "olmo2", "olmo3"),
+        *("qwen3_5_moe", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "gemma3", "olmo2", "olmo3"),
     ],
 )
 def test_parameters_are_those_of_transformers_model(family: str) -> None:

@@ -341,10 +341,16 @@ def _rules(rule: TensorRule, parts: Sequence[int], rank: int) -> Iterator[Tensor
     a = {**plain, **fused, "split_dim": 1 if is_row else None}
     yield _filled(declared, f"{layer}.A", downs, a)
     for part, name in names.items():
-        sections = (declared.sections[part],) if declared.sections and not is_row else ()
+        sections = (_sections(declared, part),) if declared.sections and not is_row else ()
         b = {**plain, "sections": sections, "split_dim": None if is_row else declared.split_dim}
         end = name.rpartition(".")[2]
         yield _filled(declared, f"{layer}.B_{end}", (f"{name}.lora_B.weight",), b)
+
+
+def _sections(declared: WeightRule, part: int) -> tuple[int, ...]:
+    """Return the parts of a Hugging Face tensor that ranks divide one by one."""
+    sections = declared.sections[part]
+    return (sum(sections),) if declared.transform == "deinterleave" else sections
 
 
 def _filled(

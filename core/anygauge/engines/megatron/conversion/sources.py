@@ -104,7 +104,7 @@ class _HuggingFace:
             reader(name) if not rule.is_stacked else straight(reader, rule).read(name, (rule.expert or 0,))
             for name in rule.hf
         ]
-        if rule.declared.transform in ("interleave", "alternate"):
+        if rule.declared.transform in ("interleave", "deinterleave"):
             return [to_canonical(rule.declared, tensors)]
         return tensors
 

@@ -156,10 +156,7 @@ def read_shard(target: Tensor, rule: TensorRule, source: StackSource, place: Sha
         [stacks.read(name, (*start, *[slice(None)] * dim, slice(*each))) for each in stretches]
         for name, stretches in zip(rule.hf, ranges, strict=True)
     ]
-    if declared.transform == "alternate":
-        target.copy_(to_canonical(declared, [torch.cat(share) for share in shares]))
-        return
-    if declared.transform == "interleave":
+    if declared.transform in ("interleave", "deinterleave"):
         groups = to_canonical(declared, [torch.cat(share) for share in shares], ways // sharing)
         target.copy_(groups.chunk(sharing)[index % sharing])
         return

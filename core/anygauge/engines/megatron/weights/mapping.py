@@ -216,8 +216,10 @@ def to_canonical(rule: WeightRule, tensors: Sequence[Tensor], ways: int = 1, dim
         ]
         rows = torch.cat([part.unflatten(dim, (groups, -1)) for part in parts], dim + 1)
         return rows.flatten(dim, dim + 1)
-    if rule.transform == "alternate":
-        return tensors[0].unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+    if rule.transform == "deinterleave":
+        return torch.cat(
+            [part for pair in enumerate(tensors) for part in _gathered(rule, *pair, ways, dim)], dim
+        )
     return torch.cat(list(tensors), dim) if rule.transform == "concat" else tensors[0]
 
 
@@ -233,8 +235,10 @@ def from_canonical(rule: WeightRule, tensor: Tensor) -> list[Tensor]:
         rows = iter(part.flatten(0, 1) for part in parts)
         joined = [[next(rows) for _ in part] for part in rule.sections]
         return [each[0].contiguous() if len(each) == 1 else torch.cat(each) for each in joined]
-    if rule.transform == "alternate":
-        return [tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)]
+    if rule.transform == "deinterleave":
+        parts = iter(tensor.split([size for sizes in rule.sections for size in sizes]))
+        grouped = [[next(parts).unflatten(0, (rule.groups, -1)) for _ in sizes] for sizes in rule.sections]
+        return [torch.cat(each, 1).flatten(0, 1) for each in grouped]
     if rule.transform == "concat":
         return [part.contiguous() for part in tensor.split([sum(part) for part in rule.sections])]
     return [tensor]
@@ -263,6 +267,13 @@ def hf_tensors(canonical: Iterable[tuple[TensorRule, Tensor]]) -> Iterator[tuple
 
 def _split(rule: WeightRule, number: int, tensor: Tensor, ways: int, dim: int) -> Sequence[Tensor]:
     return tensor.split([size // ways for size in part_sizes(rule, number, tensor.shape[dim] * ways)], dim)
+
+
+def _gathered(rule: WeightRule, number: int, tensor: Tensor, ways: int, dim: int) -> Sequence[Tensor]:
+    """Return the parts of a tensor whose groups each have a share of them."""
+    sizes = [size // rule.groups for size in rule.sections[number]]
+    groups = tensor.unflatten(dim, (rule.groups // ways, -1)).split(sizes, dim + 1)
+    return [part.flatten(dim, dim + 1) for part in groups]
 
 
 def canonical_shape(rule: TensorRule, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -2,9 +2,10 @@
 
 A tensor is divided along one dimension into as many shards as tensor parallelism has ranks (expert tensor
 parallelism for experts). Each part of it, such as gate and up, is divided by itself; of a tensor that is
-interleaved by query groups a rank has whole groups. Since each Hugging Face tensor is divided the same way, a
-rank's shard is the transform of its shares of them, and nothing else has to be read. Only of more ranks than
-groups each has a part of one, which mixes queries, keys and values: the group is read, and cut.
+interleaved by query groups, or made of tensors that are, a rank has whole groups. Since each Hugging Face
+tensor is divided the same way, a rank's shard is the transform of its shares of them, and nothing else has to
+be read. Only of more ranks than groups each has a part of one, which mixes queries, keys and values: the
+group is read, and cut.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ def hf_ranges(rule: WeightRule, number: int, size: int, ways: int, index: int) -
     if rule.pads_vocab:
         rows = padded_vocab(size, ways) // ways
         return [(min(index * rows, size), min((index + 1) * rows, size))]
-    # Where gate and up take turns, a rank's rows of both are one stretch.
-    parts = (size,) if rule.transform == "alternate" else part_sizes(rule, number, size)
+    # A rank's groups, each with its share of every part, are one stretch.
+    parts = (size,) if rule.transform == "deinterleave" else part_sizes(rule, number, size)
     starts = accumulate(parts, initial=0)
     return [
         (start + part * index // ways, start + part * (index + 1) // ways)
@@ -197,6 +198,8 @@ def division_problem(rule: WeightRule, shape: Sequence[int], ways: int) -> str |
         if rule.groups % ways == 0 or (ways % rule.groups == 0 and rows % ways == 0):
             return None
         return f"{rule.groups} query groups of {rows} rows do not divide by {ways}"
+    if rule.transform == "deinterleave":
+        return f"{rule.groups} groups of rows do not divide by {ways}" if rule.groups % ways else None
     parts = [size for sizes in rule.sections for size in sizes] or [shape[rule.split_dim]]
     odd = [str(part) for part in parts if part % ways]
     return f"{', '.join(odd)} along dimension {rule.split_dim} do not divide by {ways}" if odd else None
