@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.media import MediaSpec
 
-__all__ = ["ModelSpec", "TransformersModel", "text_config"]
+__all__ = ["ModelSpec", "TransformersModel", "text_config", "transformers_model"]
 
 
 def text_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -29,7 +29,7 @@ def text_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersModel:
-    """How the embedded engine builds a family that transformers has no class for."""
+    """How engines of transformers' models build a family that the library has no class for."""
 
     build: Callable[[Mapping[str, Any], torch.dtype], Any]
     """From the Hugging Face config and a dtype to a transformers ``PreTrainedModel`` whose tensors have the
@@ -69,3 +69,9 @@ class ModelSpec:
     """How engines build the family, by the engine's name: ``{"megatron": MegatronModel(...)}``. Engines that
     build any Hugging Face model need no entry; the rollout engine ``transformers`` takes a
     :class:`TransformersModel` for a family that the library does not have."""
+
+
+def transformers_model(spec: ModelSpec) -> TransformersModel | None:
+    """Return how a family is built that transformers has no class for; ``None`` if it has one."""
+    own = spec.engines.get("transformers")
+    return own if isinstance(own, TransformersModel) else None

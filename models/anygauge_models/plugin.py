@@ -23,6 +23,7 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.glm_omni.spec import GLM_OMNI
     from anygauge_models.gpt_oss import GPT_OSS
     from anygauge_models.llama import LLAMA
+    from anygauge_models.mimo import MIMO
     from anygauge_models.mistral import MISTRAL
     from anygauge_models.olmo import OLMO2, OLMO3
     from anygauge_models.phi3 import PHI3
@@ -42,5 +43,5 @@ def register_models() -> list[ModelSpec]:
     glm = [GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
     qwen = [QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT]
     qwen_media = [QWEN2_5_VL, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
-    dense = [LLAMA, MISTRAL, OLMO2, OLMO3, PHI3, SEED_OSS, SMOLLM3]
+    dense = [LLAMA, MIMO, MISTRAL, OLMO2, OLMO3, PHI3, SEED_OSS, SMOLLM3]
     return [DEEPSEEK_V3, GEMMA3, GPT_OSS, *dense, *glm, *qwen, *qwen_media]

@@ -14,7 +14,7 @@ from anygauge.hub.files import TOKENIZERS
 from anygauge.hub.weight_files import INDEX, SINGLE, weight_names
 from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import ConfigError, UnknownNameError
-from anygauge_hooks.models import text_config
+from anygauge_hooks.models import text_config, transformers_model
 
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
@@ -57,19 +57,23 @@ def read_model(
         return None, [*problems, "its config.json is not an object"]
     try:
         hf = as_language_model(hf) if is_critic else hf
-        family(plugins, hf, engine)
+        builds = transformers_model(family(plugins, hf, engine)) is not None
     except UnknownNameError as error:
+        builds = False
         problems.append(f"{error.args[0]} {error.hint}")
     except ConfigError as error:
         return None, [*problems, f"{error.args[0]} {error.hint}"]
     if not trust_remote_code:
-        problems += _code(directory, hf)
+        problems += _code(directory, {} if builds else hf)
     text = dict(text_config(hf))
     return text, [*problems, *_vocabulary(directory, text)]
 
 
 def _code(directory: Path, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the parts of a model that need the directory's own Python files."""
+    """Yield the parts of a model that need the directory's own Python files.
+
+    :param hf: Its config; empty if a family builds the model without them.
+    """
     allow = "set model.trust_remote_code = true if you trust its author; its Python files then run here"
     if _auto_map(hf) and not _is_known(hf.get("model_type")):
         yield (

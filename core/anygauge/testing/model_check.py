@@ -36,7 +36,7 @@ from anygauge.testing.served_response import served_response
 from anygauge.trainer.inputs import load_tokenizer
 from anygauge_hooks.engines import HasDecoderLayers, TrainEngine, WorkerContext
 from anygauge_hooks.errors import AnygaugeError
-from anygauge_hooks.models import ModelSpec, text_config
+from anygauge_hooks.models import ModelSpec, text_config, transformers_model
 
 __all__ = ["check_model"]
 
@@ -170,13 +170,14 @@ class _Check:
             return len(source.names)
 
     def _reference(self, sequences: Sequence[Sequence[int]]) -> tuple[Reference, CheckRow]:
-        media = self.spec.media
+        media, own = self.spec.media, transformers_model(self.spec)
         try:
             reference = run_reference(
                 self.directory,
                 sequences,
                 forbidden=() if media is None else media.forbidden(self.hf),
                 trust_remote_code=self.config.model.trust_remote_code,
+                build=None if own is None else partial(own.build, text_config(self.hf), torch.float32),
             )
         except AnygaugeError as error:
             raise _Stopped("transformers", _text(error)) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from anygauge.engines.dequantize import open_unquantized
 from anygauge.engines.fsdp.model import decoder_layers
-from anygauge_hooks.errors import ConfigError
+from anygauge.serving.embedded.weights import copy_weights, read_weights
+from anygauge_hooks.errors import ConfigError, WeightMappingError
 
 __all__ = ["LayerRecord", "Reference", "record_layers", "run_reference"]
 
@@ -47,15 +48,21 @@ class Reference:
 
 
 def run_reference(
-    directory: Path, sequences: Sequence[Sequence[int]], *, forbidden: Sequence[int], trust_remote_code: bool
+    directory: Path,
+    sequences: Sequence[Sequence[int]],
+    *,
+    forbidden: Sequence[int],
+    trust_remote_code: bool,
+    build: Callable[[], Any] | None = None,
 ) -> Reference:
     """Load transformers' model and run it over each sequence by itself.
 
     :param sequences: Token ids, at least two each.
     :param forbidden: Tokens that are never sampled: log-probs are over the others.
+    :param build: Builds the model where transformers has no class for it.
     :raises ConfigError: Transformers cannot build or load it.
     """
-    model, problems = _load(directory, trust_remote_code)
+    model, problems = _load(directory, trust_remote_code) if build is None else _filled(build(), directory)
     named = {id(module): name for name, module in model.named_modules()}
     layers = decoder_layers(model)
     with torch.no_grad(), record_layers(layers) as record:
@@ -119,6 +126,15 @@ def _dequantized(directory: Path, config: Any) -> dict[str, Any]:
     del config.quantization_config
     with open_unquantized(directory) as source:
         return {"config": config, "state_dict": {name: source(name) for name in source.names}}
+
+
+def _filled(model: Any, directory: Path) -> tuple[Any, list[str]]:
+    """Return a model with the weights of a directory."""
+    try:
+        copy_weights(model, read_weights(directory))
+    except WeightMappingError as error:
+        return model.eval(), [str(error)]
+    return model.eval(), []
 
 
 def _log_probs(model: Any, tokens: Sequence[int], forbidden: Sequence[int]) -> Tensor:

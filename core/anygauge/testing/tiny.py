@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from anygauge_hooks.models import transformers_model
+
 if TYPE_CHECKING:
-    from anygauge_hooks.models import ModelSpec
+    from anygauge_hooks.models import ModelSpec, TransformersModel
 
 __all__ = ["CHAT_TEMPLATE", "save_random", "tiny_family", "tiny_qwen3", "tiny_tokenizer"]
 
@@ -88,16 +91,29 @@ def tiny_family(directory: str | Path, spec: ModelSpec, **changes: Any) -> Path:
     :param changes: Keys of its ``config.json``.
     """
     fields = {**spec.tiny(), **changes}
+    if (own := transformers_model(spec)) is not None:
+        return _write_own(own, fields, Path(directory))
     config = AutoConfig.for_model(fields.pop("model_type"), initializer_range=0.1, **fields)
     is_text = type(config) in AutoModelForCausalLM._model_mapping
     return save_random(AutoModelForCausalLM if is_text else AutoModelForMultimodalLM, config, Path(directory))
 
 
+def _write_own(own: TransformersModel, fields: dict[str, Any], path: Path) -> Path:
+    """Write the tiny model of a family that transformers has no class for."""
+    _save(lambda: own.build({"initializer_range": 0.1, **fields}, torch.float32), path)
+    (path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return path
+
+
 def save_random(auto_class: Any, config: Any, path: Path) -> Path:
     """Write a model with weights that are far from uniform, norms other than 1 and biases other than 0."""
+    return _save(lambda: auto_class.from_config(config, dtype=torch.float32), path)
+
+
+def _save(build: Callable[[], Any], path: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = auto_class.from_config(config, dtype=torch.float32)
+        model = build()
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 if tensor.dim() == 1 and tensor.is_floating_point():

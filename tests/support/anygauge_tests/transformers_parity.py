@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from anygauge.serving.embedded.multimodal import MultimodalContext
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.media import Media, MediaKind
-from anygauge_hooks.models import ModelSpec, text_config
+from anygauge_hooks.models import ModelSpec, text_config, transformers_model
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_tests.batches import TrainSample, log_probs, make_batch
 from anygauge_tests.embedded import sample_all
@@ -103,10 +104,15 @@ class ParityPair:
         tiny_tokenizer(self.path, alphabet=_ALPHABET)
         hf = text_config(self.policy.hf)
         store = self.store if kinds else None
-        senses = MultimodalContext.of(self.spec, hf, kinds, store)
+        senses, own = MultimodalContext.of(self.spec, hf, kinds, store), transformers_model(self.spec)
         cpu = torch.device("cpu")
         engine = TransformersEngine(
-            self.path, dtype=torch.float32, device=cpu, max_batch_tokens=10_000, multimodal=senses
+            self.path,
+            dtype=torch.float32,
+            device=cpu,
+            max_batch_tokens=10_000,
+            build=None if own is None else partial(own.build, hf),
+            multimodal=senses,
         )
         forbidden = tuple(media.forbidden(self.policy.hf))
         params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, forbidden=forbidden)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from anygauge.config.rules.architecture import architecture_hints
 from anygauge.plugins import load_plugins
 from anygauge_hooks.megatron import megatron_model
-from anygauge_hooks.models import ModelSpec
+from anygauge_hooks.models import ModelSpec, transformers_model
 
 FAMILIES: Mapping[str, ModelSpec] = load_plugins().named("register_models")
 MEGATRON = load_plugins().get("register_train_engines", "megatron")
@@ -55,12 +56,22 @@ def described(spec: ModelSpec, hf: Mapping[str, Any]) -> object:
     return model.transformer_config(hf), spec.model_options(hf), list(model.layers(hf)), angles
 
 
+def transformers_config(spec: ModelSpec, fields: Mapping[str, Any]) -> Any:
+    """Return a text model's config with the defaults of transformers."""
+    if fields["model_type"] in CONFIG_MAPPING_NAMES:
+        return AutoConfig.for_model(**fields)
+    own = transformers_model(spec)
+    assert own is not None
+    with torch.device("meta"):
+        return own.build(fields, torch.float32).config
+
+
 @pytest.mark.parametrize(("family", "key"), cases(shapes=False))
 def test_a_missing_key_has_the_value_of_transformers(family: str, key: str) -> None:
     spec = FAMILIES[family]
     table = {name: value for name, value in decoder(spec.tiny()).items() if name != key}
     fields = {name: value for name, value in table.items() if name != "architectures"}
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config = transformers_config(spec, fields)
     missing = described(spec, changed(spec, table))
     if hasattr(config, key):
         assert missing == described(spec, changed(spec, {**table, key: getattr(config, key)}))

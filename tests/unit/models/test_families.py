@@ -28,16 +28,18 @@ from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, WeightMappingError
 from anygauge_hooks.kernels import KernelOp
 from anygauge_hooks.megatron import LayerKind, megatron_model
-from anygauge_hooks.models import ModelSpec
+from anygauge_hooks.models import ModelSpec, transformers_model
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_hooks.types import BackendSpec, Device
 from anygauge_tests.batches import TrainSample, log_probs
 from anygauge_tests.embedded import sample_all
 
 FAMILIES = {
-    spec.name: spec for spec in load_plugins().collect("register_models") if "hidden_size" in spec.tiny()
+    spec.name: spec
+    for spec in load_plugins().collect("register_models")
+    if "hidden_size" in spec.tiny() and transformers_model(spec) is None
 }
-"""Those whose models may have text alone."""
+"""Those whose models may have text alone, and whose class transformers has."""
 LENGTHS = (17, 5, 1, 40)
 ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 62)))
 """With the padding token and the end of a sequence as many tokens as the tiny models have."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from anygauge_hooks.errors import ConfigError
-from anygauge_hooks.models import ModelSpec, TransformersModel, text_config
+from anygauge_hooks.models import ModelSpec, text_config, transformers_model
 
 __all__ = ["causal_lm_family", "check_model"]
 
@@ -40,9 +40,11 @@ def check_model(hf: Mapping[str, Any], spec: ModelSpec) -> None:
 
     :raises ConfigError: One of them is not so.
     """
+    if transformers_model(spec) is not None:
+        return
     if spec.media is None or not spec.media.towers(hf):
         _check_text(hf)
-    elif not isinstance(spec.engines.get("transformers"), TransformersModel):
+    else:
         _check_known(hf)
 
 

@@ -39,7 +39,7 @@ from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.kernels import VocabParallelLogprob
 from anygauge_hooks.media import MediaSpec
-from anygauge_hooks.models import ModelSpec, TransformersModel, text_config
+from anygauge_hooks.models import ModelSpec, text_config, transformers_model
 
 __all__ = ["Outputs", "ShardedModel", "build_model", "decoder_layers"]
 
@@ -260,7 +260,7 @@ def build_model(
     dtype = torch_dtype(config)
     register_attention(kernels)
     is_multimodal = spec.media is not None and bool(spec.media.towers(hf))
-    model = _build(config, spec if is_multimodal else None, hf)
+    model = _build(config, spec, hf, has_towers=is_multimodal)
     logprob = LogProbKernels(
         kernels.resolve("linear_logprob", dtype=dtype) if config.train.fused_loss else None,
         kernels.resolve("vocab_parallel_logprob", dtype=dtype),
@@ -333,16 +333,13 @@ def torch_dtype(config: Config) -> torch.dtype:
     return dtype
 
 
-def _build(config: Config, spec: ModelSpec | None, hf: Mapping[str, Any]) -> Any:
-    """Return the model, with parameters on the meta device and buffers of their values.
-
-    :param spec: Family of a model with towers; ``None`` for one of text.
-    """
+def _build(config: Config, spec: ModelSpec, hf: Mapping[str, Any], *, has_towers: bool) -> Any:
+    """Return the model, with parameters on the meta device and buffers of their values."""
     path, trusted = config.model.path, config.model.trust_remote_code
     hook = register_module_parameter_registration_hook(_without_memory)  # type: ignore[arg-type]  # it may return one
     try:
         with no_init_weights(), torch.device("cpu"):
-            model = _from_family(spec, hf) or _from_transformers(path, trusted, has_towers=spec is not None)
+            model = _from_family(spec, hf) or _from_transformers(path, trusted, has_towers=has_towers)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
             f"transformers cannot build the model of {path}: {error}",
@@ -356,10 +353,10 @@ def _build(config: Config, spec: ModelSpec | None, hf: Mapping[str, Any]) -> Any
     return model
 
 
-def _from_family(spec: ModelSpec | None, hf: Mapping[str, Any]) -> Any | None:
+def _from_family(spec: ModelSpec, hf: Mapping[str, Any]) -> Any | None:
     """Return the model of a family that transformers has no class for."""
-    own = None if spec is None else spec.engines.get("transformers")
-    return own.build(text_config(hf), torch.float32) if isinstance(own, TransformersModel) else None
+    own = transformers_model(spec)
+    return None if own is None else own.build(text_config(hf), torch.float32)
 
 
 def _from_transformers(path: Path, trusted: bool, *, has_towers: bool) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,8 @@ from anygauge.serving.embedded.decoding import Recorder
 from anygauge.serving.embedded.multimodal import MultimodalContext, MultimodalTowers
 from anygauge.serving.embedded.stopping import StopRules
 from anygauge.serving.embedded.weights import copy_weights, read_weights
-from anygauge_hooks.errors import CheckpointError, RolloutError
-from anygauge_hooks.models import text_config
+from anygauge_hooks.errors import CheckpointError, RolloutError, UnknownNameError
+from anygauge_hooks.models import text_config, transformers_model
 from anygauge_hooks.rollout import Generation
 
 if TYPE_CHECKING:
@@ -52,16 +53,33 @@ def make_engine(config: Config, context: WorkerContext) -> TransformersEngine:
         max_batch_tokens=config.rollout.max_batch_tokens,
         trust_remote_code=config.model.trust_remote_code,
         capture=None if config.rollout.enforce_eager else context.device.capture_graph,
+        build=_builder(config, context),
         multimodal=_multimodal_context(config, context),
     )
 
 
+def _read_config(config: Config) -> Mapping[str, Any] | None:
+    """Return the Hugging Face config, or ``None`` if the directory has none."""
+    path = config.model.path / "config.json"
+    return text_config(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def _builder(config: Config, context: WorkerContext) -> Callable[[torch.dtype], Any] | None:
+    """Return the builder of a family that transformers has no class for, if the model is of one."""
+    if (hf := _read_config(config)) is None:
+        return None
+    try:
+        own = transformers_model(context.plugins.model(hf.get("architectures") or ()))
+    except UnknownNameError:
+        return None
+    return None if own is None else partial(own.build, hf)
+
+
 def _multimodal_context(config: Config, context: WorkerContext) -> MultimodalContext | None:
     """Return what the model of a run is shown: nothing, if transformers has it only with its towers."""
-    path, kinds = config.model.path / "config.json", modalities(config)
-    if not path.is_file() or (kinds and context.media is None):
+    hf, kinds = _read_config(config), modalities(config)
+    if hf is None or (kinds and context.media is None):
         return None
-    hf = text_config(json.loads(path.read_text(encoding="utf-8")))
     if not kinds and ("auto_map" in hf or hf.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         return None
     spec = context.plugins.model(hf.get("architectures") or ())
@@ -83,6 +101,7 @@ class TransformersEngine:
     :param max_batch_tokens: Prompt and response tokens held in the cache at once.
     :param trust_remote_code: Let Python files of the directory run.
     :param capture: Records the device's work, for decoding; ``None`` where every pass is queued again.
+    :param build: Builds the model, given a dtype, where transformers has no class for it.
     :param multimodal: Media that the model is shown; ``None`` takes the class that reads text alone.
     :raises CheckpointError: The directory is not complete, or needs Python files that may not run.
     """
@@ -96,6 +115,7 @@ class TransformersEngine:
         max_batch_tokens: int,
         trust_remote_code: bool = False,
         capture: CaptureGraph | None = None,
+        build: Callable[[torch.dtype], Any] | None = None,
         multimodal: MultimodalContext | None = None,
     ) -> None:
         if not (path / "config.json").is_file():
@@ -109,7 +129,8 @@ class TransformersEngine:
         self._lock = threading.Lock()
         self._refusal: str | None = None
         self._recorder = Recorder(capture)
-        self._tokenizer, self._model = _load(path, dtype, device, trust_remote_code, multimodal)
+        build = build or partial(_from_transformers, path, trust_remote_code, multimodal)
+        self._tokenizer, self._model = _load(path, dtype, device, trust_remote_code, build)
         self._towers = None if multimodal is None else MultimodalTowers(self._model, multimodal)
         text = self._model.config.get_text_config()
         self._vocab_size: int = text.vocab_size
@@ -249,7 +270,7 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool,
-    multimodal: MultimodalContext | None,
+    build: Callable[[torch.dtype], Any],
 ) -> tuple[Any, Any]:
     """Return the tokenizer, and the model with weights yet to be copied in."""
     try:
@@ -258,7 +279,7 @@ def _load(
         )
         # Weights are copied in later. Drawing them first would take time and advance the random state.
         with no_init_weights(), device:
-            model = _build(path, dtype, trust_remote_code, multimodal)
+            model = build(dtype)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"transformers cannot load {path}: {error}",
@@ -269,11 +290,9 @@ def _load(
     return tokenizer, model.eval().requires_grad_(False)
 
 
-def _build(
-    path: Path, dtype: torch.dtype, trust_remote_code: bool, multimodal: MultimodalContext | None
+def _from_transformers(
+    path: Path, trust_remote_code: bool, multimodal: MultimodalContext | None, dtype: torch.dtype
 ) -> Any:
-    if multimodal is not None and multimodal.build is not None:
-        return multimodal.build(multimodal.hf, dtype)
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     config = getattr(config, "thinker_config", config)  # of a model that speaks, what it thinks with
     auto = AutoModelForCausalLM if multimodal is None else AutoModelForMultimodalLM

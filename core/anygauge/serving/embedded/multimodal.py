@@ -6,14 +6,13 @@ so that both see the same. Each content is encoded once for a batch, however man
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.models import TransformersModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,8 +36,6 @@ class MultimodalContext(NamedTuple):
     """``None`` for a run without media."""
     unused: Collection[str] = ()
     """How names of tensors in checkpoints begin that the model does not have."""
-    build: Callable[[Mapping[str, Any], torch.dtype], Any] | None = None
-    """Builder of a family that transformers has no class for."""
 
     @classmethod
     def of(
@@ -46,9 +43,7 @@ class MultimodalContext(NamedTuple):
     ) -> MultimodalContext:
         """Return the context of a family with media."""
         assert spec.media is not None
-        own = spec.engines.get("transformers")
-        build = own.build if isinstance(own, TransformersModel) else None
-        return cls(spec.media, hf, kinds, store, spec.unused_weights(hf), build)
+        return cls(spec.media, hf, kinds, store, spec.unused_weights(hf))
 
     def left_out(self) -> list[TowerSpec]:
         """Return the towers that the run does without."""

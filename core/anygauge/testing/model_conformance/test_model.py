@@ -17,7 +17,6 @@ import pytest
 from anygauge.plugins import Plugins, load_plugins, select_backend
 from anygauge.testing.model_check import check_model
 from anygauge.testing.model_worker import CHECKS, CheckRow, load_model_config, one_worker
-from anygauge.testing.plugin import NOT_CHECKED
 from anygauge.testing.tiny import tiny_family, tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.models import ModelSpec
@@ -108,8 +107,6 @@ def process(request: pytest.FixtureRequest) -> Iterator[_Process]:
 def rows(case: Case, process: _Process, tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckRow]:
     """Return what was found of a family."""
     spec: ModelSpec = _plugins_of(case).get("register_models", case.name)
-    if "transformers" in spec.engines:
-        pytest.skip(f"{NOT_CHECKED}{case.name}: transformers has no class for it")
     directory = tiny_family(tmp_path_factory.mktemp(case.name), spec)
     tiny_tokenizer(directory, alphabet="".join((*UNUSED, *sorted(set(PROMPT)))))
     return process.check(case, directory)
