@@ -15,6 +15,7 @@ def register_models() -> list[ModelSpec]:
     """Return the families, without importing torch."""
     from anygauge_models.deepseek_v3 import DEEPSEEK_V3
     from anygauge_models.gemma3 import GEMMA3
+    from anygauge_models.gemma3_multimodal import GEMMA3_MULTIMODAL
     from anygauge_models.glm4 import GLM4
     from anygauge_models.glm4_moe import GLM4_MOE
     from anygauge_models.glm4_moe_lite import GLM4_MOE_LITE
@@ -44,4 +45,4 @@ def register_models() -> list[ModelSpec]:
     qwen = [QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT]
     qwen_media = [QWEN2_5_VL, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
     dense = [LLAMA, MIMO, MISTRAL, OLMO2, OLMO3, PHI3, SEED_OSS, SMOLLM3]
-    return [DEEPSEEK_V3, GEMMA3, GPT_OSS, *dense, *glm, *qwen, *qwen_media]
+    return [DEEPSEEK_V3, GEMMA3, GEMMA3_MULTIMODAL, GPT_OSS, *dense, *glm, *qwen, *qwen_media]

@@ -50,6 +50,7 @@ class Model:
     name = "toy"
     architectures = ("ToyForCausalLM",)
     media = None
+    text_only = ""
     rollout_engines: tuple[str, ...] | None = None
     engines: ClassVar[dict[str, object]] = {
         "megatron": MegatronModel(

@@ -27,6 +27,8 @@ SHAPES = frozenset(
     }
 )
 """Keys without which a directory is damaged."""
+LEFT_OUT = {("gemma3_multimodal", "vocab_size"), ("gemma3_multimodal", "num_attention_heads")}
+"""Shapes that published configs lack all the same, by family."""
 
 
 def decoder(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -44,7 +46,8 @@ def cases(*, shapes: bool) -> list[tuple[str, str]]:
         (name, key)
         for name, spec in sorted(FAMILIES.items())
         for key in decoder(spec.tiny())
-        if key not in ("architectures", "model_type") and (key in SHAPES) == shapes
+        if key not in ("architectures", "model_type")
+        and (key in SHAPES and (name, key) not in LEFT_OUT) == shapes
     ]
 
 

@@ -1,60 +1,120 @@
-"""MiMo-7B, which transformers has no class for, as the Qwen2 that it is but for layers that are never run."""
+"""Families that are another one with parts that are left out: MiMo-7B, and Gemma 3 beside a vision tower."""
 
 from __future__ import annotations
 
-import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2ForCausalLM
 
 from anygauge.config import Config
 from anygauge.config.model_files import read_model
+from anygauge.config.rules.media import model_media
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
 from anygauge.serving.embedded.engine import make_engine
-from anygauge.testing.tiny import tiny_family, tiny_tokenizer
+from anygauge.testing.tiny import save_random, tiny_family, tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.megatron import megatron_model
-from anygauge_hooks.models import ModelSpec, transformers_model
+from anygauge_hooks.models import ModelSpec, text_config, transformers_model
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_tests.batches import TrainSample, log_probs
 from anygauge_tests.embedded import sample_all
 
 FAMILIES: dict[str, ModelSpec] = load_plugins().named("register_models")
-MIMO, QWEN2 = FAMILIES["mimo"], FAMILIES["qwen2"]
-PUBLISHED = {
-    **{"vocab_size": 151_680, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 36},
-    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
-    **{"rope_theta": 640_000, "max_position_embeddings": 32_768, "sliding_window": 32_768},
-    **{"use_sliding_window": False, "attention_bias": True, "tie_word_embeddings": False},
-    **{"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1},
-    **{"auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}},
-}
-"""``config.json`` of https://huggingface.co/XiaomiMiMo/MiMo-7B-RL, without its tokens."""
 ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 62)))
-EXTRA = "model.mtp_layers.0.input_proj.weight"
+AUTO_MAP = {"AutoConfig": "configuration_mimo.MiMoConfig"}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mimo": {
+        **{"vocab_size": 151_680, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 36},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+        **{"rope_theta": 640_000, "max_position_embeddings": 32_768, "sliding_window": 32_768},
+        **{"use_sliding_window": False, "attention_bias": True, "tie_word_embeddings": False},
+        **{"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1},
+        "auto_map": AUTO_MAP,
+    },
+    "gemma3_multimodal": {
+        **{"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+        **{"boi_token_index": 255_999, "eoi_token_index": 256_000, "image_token_index": 262_144},
+        "mm_tokens_per_image": 256,
+        "text_config": {
+            **{"hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text"},
+            **{"num_hidden_layers": 34, "sliding_window": 1024},
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        },
+        "vision_config": {
+            **{"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "patch_size": 14},
+            **{"model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27},
+            "vision_use_head": False,
+        },
+    },
+}
+"""``config.json`` of XiaomiMiMo/MiMo-7B-RL and of google/gemma-3-4b-it, without dtypes and ids of tokens."""
+BILLIONS = {"mimo": 7.62, "gemma3_multimodal": 3.88}
+"""Parameters without what is left out, of 7.83 and 4.30."""
+TEXT = {"mimo": "qwen2", "gemma3_multimodal": "gemma3"}
+"""The family that each is. All that is compared with transformers for that one holds for it."""
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a tiny model as it is published: with files of code, and a layer beside those of Qwen2."""
-    path = tiny_family(tmp_path_factory.mktemp("mimo"), MIMO, auto_map=PUBLISHED["auto_map"])
+@dataclass(frozen=True)
+class Model:
+    """A tiny model as it is published."""
+
+    spec: ModelSpec
+    path: Path
+    reference: Any
+    lost: Mapping[str, int]
+    """How many of its tensors are left out, by how their names begin."""
+
+    def log_probs(self, tokens: list[int]) -> torch.Tensor:
+        """Return those of every token after the first, of transformers' model."""
+        with torch.no_grad():
+            logits = self.reference(torch.tensor([tokens])).logits[0, :-1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+
+
+def write_mimo(path: Path) -> Model:
+    """Write a model with a file of code, and a layer beside those of Qwen2, whose class is the reference."""
+    spec = FAMILIES["mimo"]
+    tiny_family(path, spec, auto_map=AUTO_MAP)
     (path / "configuration_mimo.py").write_text("raise RuntimeError('code of the checkpoint ran')")
     file = path / "model.safetensors"
-    save_file({**load_file(file), EXTRA: torch.zeros(64, 128)}, file, {"format": "pt"})
-    tiny_tokenizer(path, alphabet=ALPHABET)
-    return path
+    weights = load_file(file)
+    fields = {key: value for key, value in spec.tiny().items() if key != "model_type"}
+    reference = Qwen2ForCausalLM(Qwen2ForCausalLM.config_class(**fields)).eval()
+    reference.load_state_dict(weights)
+    save_file({**weights, "model.mtp_layers.0.input_proj.weight": torch.zeros(64, 128)}, file)
+    return Model(spec, path, reference, {"model.mtp_layers.": 1})
 
 
-def config_of(path: Path, engine: str) -> Config:
+def write_gemma3(path: Path) -> Model:
+    """Write a model with a vision tower."""
+    spec = FAMILIES["gemma3_multimodal"]
+    save_random(AutoModelForImageTextToText, AutoConfig.for_model(**spec.tiny()), path)
+    reference = AutoModelForImageTextToText.from_pretrained(path).eval()
+    names = load_file(path / "model.safetensors")
+    prefixes = ("multi_modal_projector.", "vision_tower.")
+    return Model(spec, path, reference, {each: sum(n.startswith(each) for n in names) for each in prefixes})
+
+
+@pytest.fixture(scope="module", params=[write_mimo, write_gemma3], ids=TEXT)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    written: Model = request.param(tmp_path_factory.mktemp("model"))
+    tiny_tokenizer(written.path, alphabet=ALPHABET)
+    return written
+
+
+def config_of(path: Path, engine: str, **model: Any) -> Config:
     return Config.model_validate(
         {
             "run": {"name": "test", "steps": 1},
-            "model": {"path": path},
+            "model": {"path": path, **model},
             "data": {"train": []},
             "reward": {"function": "none"},
             "train": {"engine": engine, "micro_batch_tokens": 64},
@@ -62,61 +122,67 @@ def config_of(path: Path, engine: str) -> Config:
     )
 
 
-def reference_log_probs(path: Path, tokens: list[int]) -> torch.Tensor:
-    """Return those of every token after the first, of Qwen2's class with the same weights."""
-    hf = json.loads((path / "config.json").read_text())
-    fields = {key: value for key, value in hf.items() if key not in ("auto_map", "model_type")}
-    model = Qwen2ForCausalLM(Qwen2ForCausalLM.config_class(**fields)).eval()
-    weights = {name: each for name, each in load_file(path / "model.safetensors").items() if name != EXTRA}
-    model.load_state_dict(weights)
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0, :-1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
-
-
-@pytest.mark.parametrize("hf", [MIMO.tiny(), PUBLISHED], ids=["tiny", "published"])
-def test_it_is_qwen2_to_megatron(hf: dict[str, Any]) -> None:
-    """So all that is compared with transformers for Qwen2 holds for it."""
-    own, other = megatron_model(MIMO), megatron_model(QWEN2)
-    for function in ("transformer_config", "weight_rules", "layers"):
-        assert getattr(own, function)(hf) == getattr(other, function)(hf)
-    for one, two in zip(own.rotary(hf, torch.arange(9)), other.rotary(hf, torch.arange(9)), strict=True):
+@pytest.mark.parametrize("hf", [*PUBLISHED.values(), *(FAMILIES[name].tiny() for name in TEXT)])
+def test_to_megatron_it_is_the_family_of_its_text(hf: dict[str, Any]) -> None:
+    spec: ModelSpec = load_plugins().model(hf["architectures"])
+    text = FAMILIES[TEXT[spec.name]]
+    own, other, table = megatron_model(spec), megatron_model(text), spec.read_config(hf)
+    for function in ("transformer_config", "layers"):
+        assert getattr(own, function)(hf) == getattr(other, function)(table)
+    for one, two in zip(own.rotary(hf, torch.arange(9)), other.rotary(table, torch.arange(9)), strict=True):
         assert torch.equal(one, two)
-    assert MIMO.model_options(hf) == QWEN2.model_options(hf)
-    assert MIMO.flops_per_token(hf, 100) == QWEN2.flops_per_token(hf, 100)
+    assert spec.model_options(hf) == text.model_options(table)
+    assert spec.flops_per_token(hf, 100) == text.flops_per_token(table, 100)
+    names = [[rule.canonical for rule in model_rules(each, table)] for each in (spec, text)]
+    assert names[0] == names[1]
 
 
-def test_published_sizes_add_up() -> None:
-    """To 7.62 billion; the layer that is left out has the rest of 7.83."""
-    own = transformers_model(MIMO)
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_sizes_add_up(family: str) -> None:
+    spec, hf = FAMILIES[family], PUBLISHED[family]
+    own = transformers_model(spec)
     assert own is not None
     with torch.device("meta"):
-        model = own.build(PUBLISHED, torch.bfloat16)
-    weights = model.state_dict()
-    assert sum(each.numel() for each in weights.values()) == pytest.approx(7.62e9, rel=1e-3)
-    assert weights.keys() == {name for rule in model_rules(MIMO, PUBLISHED) for name in rule.hf}
+        built = own.build(text_config(hf), torch.bfloat16)
+    assert sum(each.numel() for each in built.parameters()) == pytest.approx(1e9 * BILLIONS[family], rel=2e-3)
+    names = {re.sub(r"^model\.language_model\.", "language_model.model.", n) for n in built.state_dict()}
+    assert {name for rule in model_rules(spec, hf) for name in rule.hf} == names - (
+        {"lm_head.weight"} if spec.model_options(hf)["tie_embeddings"] else set()
+    )
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_trainer_and_rollouts_have_the_log_probs_of_qwen2(
-    directory: Path, context: WorkerContext, caplog: pytest.LogCaptureFixture, engine: str
+def test_trainer_and_rollouts_have_the_log_probs_of_transformers(
+    model: Model, context: WorkerContext, caplog: pytest.LogCaptureFixture, engine: str
 ) -> None:
-    """No code of the checkpoint runs, and the layers that are left out are named."""
-    config = config_of(directory, engine)
-    text, problems = read_model(directory, context.plugins, engine=engine)
+    """No code of the checkpoint runs, and what is left out is named."""
+    config = config_of(model.path, engine)
+    text, problems = read_model(model.path, context.plugins, engine=engine)
     assert text is not None
     assert not problems
     trainer = context.plugins.get("register_train_engines", engine).make(config, context)
-    assert "1 tensors (model.mtp_layers. ...) are left out, here and in what is saved" in caplog.text
+    for prefix, count in model.lost.items():
+        assert f"{count} tensors ({prefix} ...) are left out, here and in what is saved" in caplog.text
     rollouts = make_engine(config, context)
+    rollouts.update_weights(trainer.weights(), 1)
     prompt = Prompt(index=0, tokens=(5, 6, 7, 8), text="")
     [[sampled]] = sample_all(rollouts, [prompt], SamplingParams(max_new_tokens=6, ignore_eos=True), [[1]])
     tokens = [*prompt.tokens, *sampled.response_tokens]
-    expected = reference_log_probs(directory, tokens)
+    expected = model.log_probs(tokens)
     torch.testing.assert_close(torch.tensor(sampled.log_probs), expected[3:], rtol=0, atol=1e-5)
     sample = TrainSample(tokens, 9, [1] * 9, [-0.5] * 9, [1.0] * 9)
     [actual] = log_probs(trainer, [sample], temperature=1.0)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    stored = load_file(directory / "model.safetensors")
-    assert dict(trainer.weights()).keys() == stored.keys() - {EXTRA}
-    rollouts.update_weights(trainer.weights(), 1)
+    stored = load_file(model.path / "model.safetensors")
+    kept = {name: each for name, each in stored.items() if not name.startswith(tuple(model.lost))}
+    exported = dict(trainer.weights())
+    assert exported.keys() == kept.keys()
+    assert all(torch.equal(exported[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_images_of_gemma3_are_refused_with_the_reason(tmp_path: Path, engine: str) -> None:
+    config = config_of(tmp_path, engine, modalities=["image"])
+    [problem] = model_media(config, FAMILIES["gemma3_multimodal"].tiny(), load_plugins())
+    assert problem.path == "model.modalities"
+    assert "takes only text: tokens of an image attend to each other in both directions" in problem.hint
