@@ -125,7 +125,11 @@ def _record_of(hook: str) -> _Record | None:
 def _recorded(owner: str, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def implementation(*arguments: Any, **named: Any) -> Any:
-        answer = function(*arguments, **named)
+        try:
+            answer = function(*arguments, **named)
+        except Exception as error:  # foreign code: a plugin, which the error names
+            error.add_note(f"raised by plugin {owner!r} in the hook {hook}")
+            raise
         record = _record_of(hook)
         if answer is None or record is None:
             return answer

@@ -88,6 +88,7 @@ IMPORTABLE: Mapping[str, str] = {
     "register_advantage_estimators": "Advantage estimator",
     "register_corrections": "Correction",
     "register_data_sources": "Data source",
+    "register_metric_functions": "Metric function",
     "register_policy_losses": "Policy loss",
     "register_reward_functions": "Reward function",
     "register_rollout_functions": "Rollout function",

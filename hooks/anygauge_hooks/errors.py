@@ -25,6 +25,7 @@ __all__ = [
     "KernelInputError",
     "MediaError",
     "MediaMismatchError",
+    "MetricError",
     "MissedRedirectionError",
     "NonFiniteError",
     "OutOfMemoryError",
@@ -138,6 +139,12 @@ class MediaError(DataError):
     """An image, a video or a recording cannot be used; names row, number and file."""
 
     code = "AG303"
+
+
+class MetricError(AnygaugeError, RuntimeError):
+    """A metric function of ``run.metrics`` failed or returned something that is no number."""
+
+    code = "AG304"
 
 
 class RolloutError(AnygaugeError, RuntimeError):

@@ -500,6 +500,20 @@ def before_train(run: RunInfo) -> None:
 
 
 @hookspec
+def before_train_step(run: RunInfo) -> None:
+    """Observe the start of a step.
+
+    Called before the samples of the step are waited for, and before its profile begins.
+
+    :param run: The run, with the number of finished steps: the step that begins is the next one.
+
+    Observer: results are ignored.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
 def after_rollout(run: RunInfo, groups: Sequence[Group]) -> None:
     """Observe the samples of a step.
 
@@ -635,6 +649,25 @@ def register_trackers() -> Iterable[TrackerSpec] | None:
     :returns: The trackers, or ``None``.
 
     Collecting: two trackers of one name are an error (AG103).
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def register_metric_functions() -> Iterable[NamedFunction] | None:
+    """Return functions that add metrics to each step.
+
+    ``fn(groups, metrics, step)`` takes by name what it needs of these: the scored groups of the step, its
+    other metrics by name, and its number. It returns a dict of names and numbers, which are recorded as
+    ``custom/<name>``, or ``None``.
+
+    Called when the config is checked and when the run is built; the functions are called in the driver at
+    the end of each step.
+
+    :returns: The functions, or ``None``.
+
+    Collecting: ``run.metrics`` chooses by name; two functions of one name are an error (AG103).
 
     .. versionadded:: 0.1
     """

@@ -151,7 +151,7 @@ class ConfigProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedFunction:
-    """A function that a config can name: a reward, an advantage estimator, a policy loss, a correction."""
+    """A function that a config can name: a reward, an estimator, a policy loss, a correction, a metric."""
 
     name: str
     fn: Callable[..., Any]

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from anygauge import Run, evaluate, generate, train
 from anygauge.cli import main
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.errors import CheckpointError, ConfigError
+from anygauge_hooks.rl import Group
 from anygauge_tests.fork_server import ForkServers
 from anygauge_tests.recipe import tiny_recipe
 
@@ -71,11 +72,22 @@ def test_a_run_beside_a_running_loop(model: Path, capsys: pytest.CaptureFixture[
         steps.append((step, metrics["rollout/raw_reward"]))
         return step == 2
 
+    begun: list[int] = []
+
+    def longest(groups: Sequence[Group], metrics: Mapping[str, float]) -> Mapping[str, float]:
+        lengths = [len(sample.response_tokens) for group in groups for sample in group.samples]
+        assert metrics["rollout/response_len/max"] == max(lengths)
+        return {"longest": max(lengths)}
+
     async def cell() -> Run:
-        return train(model, ROWS, rewards, eval_data=ROWS[:2], on_step=on_step, **settings)
+        watching: Any = {"on_step": on_step, "before_step": begun.append, "metrics": [longest]}
+        return train(model, ROWS, rewards, eval_data=ROWS[:2], **watching, **settings)
 
     run = asyncio.run(cell())
-    assert [step for step, _ in steps] == [1, 2]
+    assert begun == [step for step, _ in steps] == [1, 2]
+    rows = [row for row in run.metrics_list if row["step"]]
+    assert [row["custom/longest"] for row in rows] == [row["rollout/response_len/max"] for row in rows]
+    assert all(0 <= row["reward/trl"] <= 1 and row["reward/length"] > 0 for row in rows)
     assert [(row["step"], row.get("rollout/raw_reward")) for row in run.metrics_list] == [(0, None), *steps]
     assert [row["step"] for row in run.metrics_list if "eval/eval" in row] == [0, 2]
     assert run.outcome == "finished"

@@ -44,6 +44,10 @@ class Recorder:
         self.events.append(("before_train", run.step))
 
     @hookimpl
+    def before_train_step(self, run: RunInfo) -> None:
+        self.events.append(("before_train_step", run.step))
+
+    @hookimpl
     def after_rollout(self, run: RunInfo, groups: Sequence[Group]) -> None:
         self.events.append(("after_rollout", run.step))
         self.groups.extend(groups)
@@ -80,6 +84,10 @@ class Recorder:
         return sum(character.isdigit() for character in response) / 4
 
     @hookimpl
+    def register_metric_functions(self) -> list[NamedFunction]:
+        return [NamedFunction(name="steps", fn=lambda step, groups: {"step_and_groups": step + len(groups)})]
+
+    @hookimpl
     def register_trackers(self) -> list[TrackerSpec]:
         return [TrackerSpec(name="memory", make=lambda run: self)]
 
@@ -104,6 +112,7 @@ def make_inputs(directory: Path) -> Path:
         directory,
         run__steps=STEPS,
         run__trackers=["jsonl", "memory"],
+        run__metrics=["steps"],
         reward__function="digits",
         algorithm__kl_coef=0.01,
         train__optimizer_steps=2,
@@ -150,10 +159,10 @@ def test_a_run_from_start_to_end(launcher: str, finished: Callable[[str], Finish
         ("when_built", 0),
         ("before_train", 0),
         ("after_evaluate", 0),
-        *[("after_rollout", 0), ("after_weight_sync", 1), ("after_train_step", 1)],
-        *[("after_rollout", 1), ("after_weight_sync", 2), ("after_train_step", 2)],
+        *step_events(1),
+        *step_events(2),
         ("after_evaluate", 2),
-        *[("after_rollout", 2), ("after_weight_sync", 3), ("after_train_step", 3)],
+        *step_events(3),
         ("after_evaluate", 3),
         ("after_train", 3),
         ("closed", 6),
@@ -161,6 +170,11 @@ def test_a_run_from_start_to_end(launcher: str, finished: Callable[[str], Finish
     check_groups(recorder.groups)
     check_metrics(recorder.metrics)
     check_directory(directory / "run")
+
+
+def step_events(step: int) -> list[tuple[str, int]]:
+    begun = [("before_train_step", step - 1), ("after_rollout", step - 1)]
+    return [*begun, ("after_weight_sync", step), ("after_train_step", step)]
 
 
 def test_launchers_give_the_same_losses(finished: Callable[[str], Finished]) -> None:
@@ -190,6 +204,7 @@ def check_metrics(metrics: Sequence[Mapping[str, float]]) -> None:
         phases = {"rollout", "reward", "log_probs", "train", "update_weights"}
         assert {f"perf/{phase}_time" for phase in phases} <= row.keys()
     assert metrics[-1]["train/kl_loss"] > 0
+    assert [row["custom/step_and_groups"] for row in metrics] == [5, 6, 7]
 
 
 def check_directory(directory: Path) -> None:
@@ -213,7 +228,9 @@ def test_an_error_ends_the_run_in_order(inputs: Path) -> None:
     with pytest.raises(RewardError, match="a reward that fails"):
         train(load(inputs, plugins, "local", **{"placement.train_workers": 1, "eval.data": []}), plugins)
     assert isinstance(recorder.error, RewardError)
-    assert recorder.events == [("before_train", 0), ("on_error", 0), ("after_train", 0), ("closed", 0)]
+    assert recorder.events == [
+        *[("before_train", 0), ("before_train_step", 0), ("on_error", 0), ("after_train", 0), ("closed", 0)]
+    ]
     assert not (inputs / "run" / "hf").exists()
 
 

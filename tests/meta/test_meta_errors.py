@@ -24,6 +24,7 @@ from anygauge.data.media.problems import naming
 from anygauge.data.source import FileSource
 from anygauge.engines.megatron import scope
 from anygauge.hub import localized
+from anygauge.observability.metric_functions import custom_metrics
 from anygauge.planning.fit import check_fit
 from anygauge.planning.plan import Assumptions, make_plan
 from anygauge.planning.shape import read_shape
@@ -226,6 +227,13 @@ def broken_image() -> None:
         decode_image(io.BytesIO(raw), 1)
 
 
+def metric_that_fails() -> None:
+    def distinct(metrics: Mapping[str, float]) -> dict[str, float]:
+        return {"answers": metrics["answer"]}
+
+    custom_metrics({"my_metrics:distinct": distinct}, (), {}, step=1)
+
+
 def long_prompt() -> None:
     tiny_tokenizer("model", alphabet="0123456789+=")
     path = tiny_qwen3("model", hidden=16, layers=1, head_dim=8, mlp=16, max_positions=32)
@@ -346,6 +354,7 @@ PROVOKED: Mapping[str, Callable[[], None]] = {
     "AG301": wrong_row,
     "AG302": reward_without_a_number,
     "AG303": broken_image,
+    "AG304": metric_that_fails,
     "AG401": long_prompt,
     "AG501": occupied_directory,
     "AG503": name_not_in_the_cache,

@@ -264,6 +264,7 @@ def test_the_first_answer_that_is_not_none_is_taken(
     ("hook", "arguments"),
     [
         ("before_train", {}),
+        ("before_train_step", {}),
         ("after_rollout", {"groups": ()}),
         ("after_train_step", {"metrics": {}}),
         ("after_weight_sync", {"version": 3}),
@@ -287,8 +288,9 @@ def test_every_observer_is_called_and_its_error_is_not_lost(
     plugins.notify(hook, run="run", **arguments)
     assert seen == ["run"]
     plugins.register(plugin(**{hook: fail}), "three")
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as caught:
         plugins.notify(hook, run="run", **arguments)
+    assert caught.value.__notes__ == [f"raised by plugin 'three' in the hook {hook}"]
 
 
 def test_a_backend_without_a_device_is_a_contract_error(plugins: Plugins) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.api.data import Inputs, WrittenRows, is_rows, is_table
-from anygauge.api.rewards import GivenFunctions, reward_table
+from anygauge.api.rewards import METRICS, GivenFunctions, reward_table
 from anygauge.api.run_view import RunView
 from anygauge.api.settings import free_name, is_config_file, model_tree, tree_of
 from anygauge.config.load import read_tree
@@ -103,6 +103,11 @@ class Call:
             else:
                 files += [{"path": path} | ({"name": name} if name else {}) for path in _paths(each)]
         self.put({"eval": {"data": files}})
+
+    def give_metrics(self, metrics: Any) -> None:
+        """Set the metric functions: one, or several."""
+        functions = list(metrics) if isinstance(metrics, list | tuple) else [metrics]
+        self.put(tree_of({METRICS: functions}, self.functions.name))
 
     def put(self, tree: Mapping[str, Any]) -> None:
         """Lay a tree over the arguments."""

@@ -17,10 +17,12 @@ from anygauge_hooks.types import NamedFunction
 __all__ = ["GivenFunctions", "import_path", "reward_table"]
 
 TIMEOUT_S = 30.0
+METRICS = "run.metrics"
+"""Key of the metric functions."""
 
 
 class GivenFunctions:
-    """Plugin with the reward functions of one call.
+    """Plugin with the reward and the metric functions of one call.
 
     A function of a module is named ``module:function`` and runs in the reward processes, as from a config. A
     lambda, or a function of a notebook's cell or of ``__main__``, has no such name: it stays in this process.
@@ -28,7 +30,8 @@ class GivenFunctions:
 
     def __init__(self) -> None:
         self.limited = Limited(TIMEOUT_S)
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._rewards: dict[str, Callable[..., Any]] = {}
+        self._metrics: dict[str, Callable[..., Any]] = {}
 
     def name(self, key: str, function: Callable[..., Any]) -> str:
         """Return the name that stands in the config for a function.
@@ -39,24 +42,30 @@ class GivenFunctions:
         path = import_path(function)
         if path is not None:
             return path
-        if "reward" not in key.split("."):
+        functions = self._metrics if key == METRICS else self._rewards
+        if key != METRICS and "reward" not in key.split("."):
             raise ConfigError(
                 f"{key} is {function!r}, which other processes cannot import.",
-                hint="Define it in a module; only rewards may be lambdas or functions of a notebook.",
+                hint="Define it in a module; only rewards and metrics may be lambdas or in a notebook.",
             )
         stem = _stem(function)
         name, number = f"{PYTHON}{stem}", 1
-        while self._functions.get(name, function) is not function:
+        while functions.get(name, function) is not function:
             number += 1
             name = f"{PYTHON}{stem}-{number}"
-        self._functions[name] = function
+        functions[name] = function
         return name
 
     @hookimpl
     def register_reward_functions(self) -> list[NamedFunction]:
         """Return the functions that stay in this process."""
         wrap = self.limited.wrap
-        return [NamedFunction(name=name, fn=wrap(fn), inline=True) for name, fn in self._functions.items()]
+        return [NamedFunction(name=name, fn=wrap(fn), inline=True) for name, fn in self._rewards.items()]
+
+    @hookimpl
+    def register_metric_functions(self) -> list[NamedFunction]:
+        """Return the metric functions, which run in the driver in any case."""
+        return [NamedFunction(name=name, fn=fn) for name, fn in self._metrics.items()]
 
 
 def import_path(function: Callable[..., Any]) -> str | None:

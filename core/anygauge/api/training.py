@@ -28,6 +28,8 @@ def train(
     reward: str | Callable[..., Any] | Sequence[Any] | Mapping[str, Any] | None = None,
     *,
     eval_data: Iterable[Any] | str | Path | Mapping[str, Any] | None = None,
+    metrics: str | Callable[..., Any] | Sequence[Any] | None = None,
+    before_step: Callable[[int], object] | None = None,
     on_step: OnStep | None = None,
     backend: str | None = None,
     resume: bool = False,
@@ -58,6 +60,10 @@ def train(
         list has a weight, a dict is the table ``[reward]``. A function takes ``response``, ``label``,
         ``metadata`` and ``prompt`` by name, or has TRL's form ``reward(completions, **columns)``.
     :param eval_data: As ``data``; a dict has data sets by name.
+    :param metrics: A function, the name of one, or a list of these. Each is called after a step and takes of
+        ``groups``, ``metrics`` and ``step`` what it names; the dict that it returns is recorded as
+        ``custom/<name>``.
+    :param before_step: Called before each step with its number; an exception ends the run and is raised here.
     :param on_step: Called after each step with its number and its metrics. A true result ends the run as
         after its last step; an exception ends it and is raised here.
     :param backend: ``None`` takes the only usable accelerator, else ``cpu``.
@@ -69,26 +75,34 @@ def train(
     """
     call = Call.of(source, tables, data=data, reward=reward, eval_data=eval_data)
     call.start_as(resume=resume, overwrite=overwrite)
-    plugins: dict[str, object] = {"anygauge.python": call.functions}
-    watcher = None
-    if on_step is not None:
-        watcher = plugins["anygauge.on_step"] = _StepWatcher(on_step)
+    if metrics is not None:
+        call.give_metrics(metrics)
+    watcher = _StepWatcher(before_step, on_step)
+    plugins: dict[str, object] = {"anygauge.python": call.functions, "anygauge.on_step": watcher}
     with on_failure(call.discard_unused_rows):
         base, overrides = call.layers()
         loaded = load(base, overrides, say=say, backend=backend, plugins=plugins)
         call.functions.limited.timeout_s = loaded.config.config.reward.timeout_s
-        info = train_loaded(loaded, say=say, should_stop=lambda: watcher is not None and watcher.is_stopped)
+        info = train_loaded(loaded, say=say, should_stop=lambda: watcher.is_stopped)
     return Run(info.directory)
 
 
 class _StepWatcher:
-    """Plugin that calls a function after each step."""
+    """Plugin that calls functions before and after each step."""
 
-    def __init__(self, on_step: OnStep) -> None:
+    def __init__(self, before_step: Callable[[int], object] | None, on_step: OnStep | None) -> None:
+        self._before_step = before_step
         self._on_step = on_step
         self.is_stopped = False
 
     @hookimpl(trylast=True)
+    def before_train_step(self, run: RunInfo) -> None:
+        """Call the function of the beginning."""
+        if self._before_step is not None:
+            self._before_step(run.step + 1)
+
+    @hookimpl(trylast=True)
     def after_train_step(self, run: RunInfo, metrics: Mapping[str, float]) -> None:
-        """Call the function, and remember whether it ends the run."""
-        self.is_stopped |= bool(self._on_step(run.step, dict(metrics)))
+        """Call the function of the end, and remember whether it ends the run."""
+        if self._on_step is not None:
+            self.is_stopped |= bool(self._on_step(run.step, dict(metrics)))

@@ -22,6 +22,7 @@ from anygauge.config.rules.group import engine_kinds, external_rule, groups_rule
 from anygauge.config.rules.health import health_rule
 from anygauge.config.rules.lora import adapter_rule, lora_rules
 from anygauge.config.rules.media import media_rule
+from anygauge.config.rules.metric import metric_functions
 from anygauge.config.rules.model import model_rules
 from anygauge.config.rules.parallel import (
     data_parallel_size,
@@ -52,6 +53,7 @@ NAMES = (
     ("algorithm.correction", "register_corrections"),
     ("data.source", "register_data_sources"),
     ("run.trackers", "register_trackers"),
+    ("run.metrics", "register_metric_functions"),
     ("weight_sync.transport", "register_weight_transports"),
 )
 """Keys that name something, and the hook that provides it."""
@@ -121,6 +123,7 @@ def check(
         sampling_rule(config) if trains else (),
         reward_functions(config, plugins),
         control_functions(config, plugins),
+        metric_functions(config, plugins),
         colocation_rules(config, plugins),
         weight_sync_rules(config, backend, plugins),
         _provider(config, backend),

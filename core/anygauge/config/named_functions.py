@@ -17,6 +17,8 @@ NOT_OPTIONS = ("response", "label", "metadata", "prompt")
 """Arguments that the core passes to a reward function. Those that it passes to an estimator have no
 default."""
 
+METRIC_ARGUMENTS = ("groups", "metrics", "step")
+"""Arguments that a metric function may have."""
 FUNCTION_PATH = (FunctionPath, FunctionPath.__name__)
 """The annotation of such an option, also of a module that does not evaluate its annotations."""
 PYTHON = "python."

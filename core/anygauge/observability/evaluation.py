@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from anygauge.observability.responses import length_metrics, repetition_ratio, truncated_ratio
+from anygauge.observability.reward_parts import reward_part_metrics
 from anygauge_hooks.rl import Group, Sample
 
 __all__ = ["eval_metrics", "failed_ratio", "group_numbers", "pass_at_k", "pass_counts", "pass_rates"]
@@ -38,6 +39,7 @@ def eval_metrics(
     wanted = pass_counts(max(map(len, numbers)), last=True) if ks is None else ks
     return {
         **({f"eval/{name}": fmean(scored)} if scored else {}),
+        **reward_part_metrics(f"eval/{name}/reward/", samples),
         f"eval/{name}-truncated_ratio": truncated_ratio(samples),
         f"eval/{name}-failed_ratio": failed_ratio(samples),
         f"eval/{name}-samples": len(samples),

@@ -1,9 +1,9 @@
 """Names of metrics, and those of a rollout.
 
-A metric is named ``<group>/<name>`` with group ``train``, ``health``, ``rollout``, ``multi_turn``,
-``passrate``, ``eval`` or ``perf``; ``docs/metrics.md`` explains each. Each group has its own step axis, kept
-in the metric ``<group>/step``: a tracker draws ``train/loss`` over ``train/step``, and groups that are
-recorded at different times or rates do not disturb each other.
+A metric is named ``<group>/<name>`` with group ``train``, ``health``, ``rollout``, ``reward``,
+``multi_turn``, ``passrate``, ``eval``, ``perf`` or ``custom``; ``docs/metrics.md`` explains each. Each group
+has its own step axis, kept in the metric ``<group>/step``: a tracker draws ``train/loss`` over
+``train/step``, and groups that are recorded at different times or rates do not disturb each other.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from anygauge.observability.responses import (
     truncated_ratio,
     turn_metrics,
 )
+from anygauge.observability.reward_parts import reward_part_metrics
 from anygauge_hooks.rl import Group, Prompt, Sample
 
 __all__ = [
@@ -63,7 +64,7 @@ def with_step_axes(metrics: Mapping[str, float], step: int) -> dict[str, float]:
 def rollout_metrics(
     groups: Sequence[Group], raw: Callable[[Any], float], *, datasets: int = 1, version: int | None = None
 ) -> dict[str, float]:
-    """Return the ``rollout/*``, ``multi_turn/*`` and ``passrate/*`` metrics of the samples of a step.
+    """Return ``rollout/*``, ``reward/*``, ``multi_turn/*`` and ``passrate/*`` of the samples of a step.
 
     Samples that could not be scored count in ``rollout/failed_ratio`` and in what concerns responses, and are
     left out of what concerns rewards.
@@ -77,6 +78,7 @@ def rollout_metrics(
     numbers = group_numbers(groups, raw)
     return {
         **_reward_metrics(groups, numbers),
+        **reward_part_metrics("reward/", samples),
         "rollout/failed_ratio": failed_ratio(samples),
         "rollout/samples": len(samples),
         **_response_metrics(samples),

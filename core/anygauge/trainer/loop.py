@@ -23,6 +23,7 @@ from anygauge.data.balance import free
 from anygauge.hub import localized
 from anygauge.observability.logs import summary
 from anygauge.observability.memory import driver_memory
+from anygauge.observability.metric_functions import custom_metrics, metric_functions
 from anygauge.observability.metrics import (
     StepWork,
     conversation_metrics,
@@ -90,6 +91,8 @@ class Loop:
     replayed_media: ReplayedMedia = field(default_factory=lambda: ReplayedMedia(None))
     background: BackgroundEvaluation | None = None
     """Evaluations that training does not wait for; ``None`` where it does."""
+    groups: Sequence[Group] = ()
+    """Scored groups of the step, from its rollouts to its end."""
 
     @property
     def config(self) -> Config:
@@ -139,6 +142,7 @@ def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> Non
     config, total, first = loop.config, loop.config.run.steps, loop.info.step + 1
     take_step = choose_step(config)
     monitor = HealthMonitor(config, Path(loop.info.directory), loop.info.step)
+    functions = metric_functions(config.run.metrics, loop.session.plugins)
     loop.session.plugins.notify("before_train", run=loop.info)
     if not loop.info.step:
         evaluate(loop.session)
@@ -146,9 +150,12 @@ def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> Non
         loop.background.start()  # again: the record of one that was under way at the checkpoint is set aside
     for step in range(first, total + 1):
         loop.directory.check()
+        loop.session.plugins.notify("before_train_step", run=loop.info)
         metrics = take_step(loop, step)
         if loop.save_s:
             metrics["perf/save_time"] = loop.save_s
+        metrics |= custom_metrics(functions, loop.groups, metrics, step=step)
+        loop.groups = ()
         loop.session.state.finish_step(step)
         loop.session.track(metrics, step=step)
         _log.info("step %d of %d: %s", step, total, summary(metrics))
@@ -238,6 +245,7 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     config = loop.config
     assert loop.rollouts is not None, "the run trains on rollouts"
     groups, reward_s = loop.rollouts.collect(step)
+    loop.groups = groups
     version = None if replays_rollouts(config) else loop.session.state.version
     trained_on = groups if version is None else mask_stale(groups, version, config.algorithm.mask_stale)
     training = None

@@ -16,6 +16,7 @@ from anygauge.algorithms.plugin import register_advantage_estimators
 from anygauge.algorithms.values import value_loss
 from anygauge.config.schema import Algorithm
 from anygauge.observability.memory import METERS, driver_memory
+from anygauge.observability.metric_functions import custom_metrics
 from anygauge.observability.metrics import (
     StepWork,
     conversation_metrics,
@@ -46,6 +47,7 @@ OF_THE_LOOP = {
 NAMES = {
     **{"dataset-a": "<dataset>", "dataset-b": "<dataset>", "prefill": "<phase>"},
     **{"correction/tis/": "correction/<name>/", "<name>/clipped": "tis/clipped"},
+    **{"reward/part": "reward/<part>", "custom/mine": "custom/<name>"},
     **{"share_0": "share_<n>", "share_1": "share_<n>"},
 }
 
@@ -67,7 +69,7 @@ def groups() -> list[Group]:
         finish_reason="stop",
         seed=0,
         reward=1.0,
-        raw_reward=1.0,
+        raw_reward={"part": 1.0},
     )
     return [
         Group(prompt=Prompt(index=0, tokens=(1,), text="a", dataset=name), samples=(sample, sample))
@@ -144,9 +146,10 @@ def emitted() -> set[str]:
     metrics = {
         **training(),
         **criticism(),
-        **rollout_metrics(groups(), float, version=1),
+        **rollout_metrics(groups(), lambda raw: raw["part"], version=1),
         **Tally(most_failed=0.0, most_unscored=0.0).metrics(1),
-        **eval_metrics("dataset-a", groups(), float),
+        **eval_metrics("dataset-a", groups(), lambda raw: raw["part"]),
+        **custom_metrics({"mine": lambda: {"mine": 1}}, (), {}, step=1),
         **division(),
         **performance(),
         **driver_memory(),

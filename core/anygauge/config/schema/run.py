@@ -42,6 +42,9 @@ class Run(Section):
     """Trackers of metrics: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``."""
     tracker_options: dict[str, dict[str, Any]] = {}
     """Settings of trackers by name, such as ``{wandb = {project = "demo", mode = "offline"}}``."""
+    metrics: tuple[str, ...] = ()
+    """Functions of your own that add metrics to each step, as ``package.module:function`` or by a registered
+    name. They are recorded as ``custom/NAME``."""
     report: bool = True
     """Write ``report.html`` when the run ends."""
     progress: bool = True
