@@ -97,14 +97,17 @@ def set_deterministic() -> None:
 
 @contextmanager
 def memory_phase(device: Device, phase: str) -> Iterator[None]:
-    """Record the peak memory of a phase, and explain an allocation that fails in it.
+    """Record the peak memory of a phase, name it in a profile, and explain an allocation that fails in it.
 
     :param phase: ``load``, ``generate``, ``log_probs``, ``forward_backward``, ``optimizer``, ``weight_sync``.
     :raises OutOfMemoryError: An allocation failed, on the device or on the host.
     """
+    import torch
+
     device.peak_memory(reset=True)
     try:
-        yield
+        with torch.profiler.record_function(phase):
+            yield
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
             raise

@@ -326,6 +326,9 @@ class RolloutEngineSpec:
     ``placement.colocated`` has servers share devices with the trainers."""
     loads_adapters: bool = False
     """Whether its servers load adapters of peft, which ``weight_sync.transport = "adapter"`` sends."""
+    profiles: bool = False
+    """Whether its clients are :class:`~anygauge_hooks.serving.SupportsProfile`: then ``profile.kind`` may be
+    the name of the engine."""
     starts_early: bool = False
     """Whether its servers are :class:`~anygauge_hooks.serving.SupportsEarlyStart`."""
     kinds: Sequence[ServerKind] = ("regular",)

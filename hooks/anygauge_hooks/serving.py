@@ -27,6 +27,7 @@ __all__ = [
     "ServerKind",
     "ServerPeer",
     "SupportsEarlyStart",
+    "SupportsProfile",
 ]
 
 MemoryState = Literal["nothing", "weights", "everything"]
@@ -137,6 +138,19 @@ class EngineClient(Protocol):
 
         :param farewell_s: Longest wait for the server to learn what was abandoned.
         """
+
+
+class SupportsProfile(Protocol):
+    """An :class:`EngineClient` whose server records profiles of itself."""
+
+    async def start_profile(self, directory: str) -> None:
+        """Begin a profile.
+
+        :param directory: Directory on the server's host that the files go to.
+        """
+
+    async def stop_profile(self) -> None:
+        """End the profile; returns once it is written."""
 
 
 class HandoverClient(EngineClient, Protocol):

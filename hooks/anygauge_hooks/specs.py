@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from anygauge_hooks import hookspec
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from anygauge_hooks.engines import RolloutEngineSpec, TrainEngineSpec
     from anygauge_hooks.kernels import KernelImpl
     from anygauge_hooks.models import ModelSpec
@@ -649,6 +651,24 @@ def register_trackers() -> Iterable[TrackerSpec] | None:
     :returns: The trackers, or ``None``.
 
     Collecting: two trackers of one name are an error (AG103).
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec(firstresult=True)
+def make_profiler(backend: BackendSpec, kind: str, path: str) -> AbstractContextManager[object] | None:
+    """Return a profiler of this process: it records while it is entered, and writes when it is left.
+
+    Called in each worker that trains or has an embedded rollout engine, before a step of ``profile.steps``.
+    An exception of it is a warning.
+
+    :param backend: The backend of the run.
+    :param kind: One of ``torch`` and :attr:`BackendSpec.profile_kinds`.
+    :param path: Directory of the step, which is there, and a name of the worker in it: files begin with both.
+    :returns: The profiler, or ``None`` for a kind of another plugin.
+
+    First result: no answer is a warning; the core answers for ``torch``.
 
     .. versionadded:: 0.1
     """

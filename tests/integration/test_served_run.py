@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from anygauge import Run
+from anygauge.observability.timeline import read_events
 from anygauge.serving.load_balancer import LoadBalancer
 from anygauge.serving.sglang.client.channel import Channel
 from anygauge.testing.tiny import tiny_tokenizer
@@ -274,14 +275,24 @@ def test_trainers_and_servers_on_one_device_take_turns(
 
     Two trainers: each sends its server the weights, and they talk through groups that are made again.
     """
-    install(tmp_path / "plugin", ["die@generate:20", "die@generate:20"], monkeypatch)
+    install(tmp_path / "plugin", ["die@generate:20,error@profile:1:400", "die@generate:20"], monkeypatch)
     observer = Observer()
     keys = {"placement__colocated": True, "placement__train_workers": 2, "save__every": 2}
-    run(tmp_path, observer, **keys)
+    run(tmp_path, observer, **keys, profile__kind="fake", profile__steps=[1])
     assert versions(observer.groups) == [{0}, {1}, {2}]
     assert all(metrics["perf/wake_up_time"] > 0 for metrics in observer.metrics)
     steps = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in steps.glob("step-*")) == ["step-00000002", "step-00000003"]
+    # The server that refused is told of, and the other's profile is there.
+    assert "engine 0 records no profile: " in (tmp_path / "run" / "logs" / "driver.log").read_text()
+    profiles = [path.name for path in (tmp_path / "run" / "profiles").rglob("*.gz")]
+    assert profiles == ["1-TP-0.trace.json.gz"]
+    assert (tmp_path / "run" / "profiles/step-00000001/engine-1" / profiles[0]).is_file()
+    timeline = read_events(tmp_path / "run" / "timeline.json", most_bytes=2**20)
+    slept = {phase.name for row, phase in timeline if row.kind in ("driver", "actor")}
+    assert slept >= {"sleep", "wake_up", "train", "weight_sync", "save"}
+    for rank in range(2):
+        assert {phase.name for row, phase in timeline if row == ("engine", rank)} >= {"generate", "asleep"}
 
 
 def test_servers_are_shown_the_images_that_are_trained_on(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,8 @@ def make_inputs(directory: Path) -> Path:
         run__steps=STEPS,
         run__trackers=["jsonl", "memory"],
         run__metrics=["steps"],
+        profile__steps=[2],
+        profile__ranks=[1],
         reward__function="digits",
         algorithm__kl_coef=0.01,
         train__optimizer_steps=2,
@@ -211,6 +215,7 @@ def check_directory(directory: Path) -> None:
     assert {path.name for path in directory.iterdir()} == {
         *(".lock", "config.toml", "environment.json", "capabilities.json", "run.json", "report.html"),
         *("metrics.jsonl", "samples.jsonl", "health.json", "logs", "checkpoints", "hf"),
+        *("timeline.json", "profiles"),
     }
     logs = sorted(path.name for path in (directory / "logs").iterdir())
     assert logs == ["actor-0.log", "actor-1.log", "driver.log"]
@@ -218,15 +223,48 @@ def check_directory(directory: Path) -> None:
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [row["eval/step"] for row in rows if "eval/step" in row] == [0, 2, 3]
     assert [row["train/step"] for row in rows if "train/step" in row] == [1, 2, 3]
+    check_profile(directory)
     AutoModelForCausalLM.from_pretrained(directory / "hf")
     AutoTokenizer.from_pretrained(directory / "hf")
+
+
+def check_profile(directory: Path) -> None:
+    """Check that a step was profiled, and that the timeline has each process and what it did."""
+    (trace,) = (directory / "profiles").rglob("*.*")
+    assert trace.relative_to(directory) == Path("profiles/step-00000002/actor-1.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    phases = {"generate", "log_probs", "forward_backward", "optimizer", "weight_sync"}
+    assert phases < {event["name"] for event in events if event.get("cat") == "user_annotation"}
+    counts = Counter(
+        (event["pid"], event["tid"], event["name"])
+        for event in json.loads((directory / "timeline.json").read_text())
+        if event["ph"] == "X"
+    )
+    steps = {f"step {step}": 1 for step in range(1, STEPS + 1)}
+    driver = {
+        **steps,
+        "start": 1,
+        "generate": 3,
+        "train": 3,
+        "sync": 3,
+        "evaluate": 3,
+        "save": 4,
+        "profile": 2,
+    }
+    assert {name: count for (pid, _, name), count in counts.items() if pid == 1} == driver
+    for rank in range(2):
+        assert counts[2, rank, "optimizer"] == counts[2, rank, "forward_backward"] == 2 * STEPS
+        assert counts[2, rank, "weight_sync"] == STEPS
+        assert counts[2, rank, "load"] == 1
+    assert 'id="timeline"' in (directory / "report.html").read_text()
 
 
 @pytest.mark.usefixtures("forked_actors")
 def test_an_error_ends_the_run_in_order(inputs: Path) -> None:
     plugins, recorder = with_recorder(failing=True)
+    keys: Any = {"placement.train_workers": 1, "eval.data": [], "profile.ranks": []}
     with pytest.raises(RewardError, match="a reward that fails"):
-        train(load(inputs, plugins, "local", **{"placement.train_workers": 1, "eval.data": []}), plugins)
+        train(load(inputs, plugins, "local", **keys), plugins)
     assert isinstance(recorder.error, RewardError)
     assert recorder.events == [
         *[("before_train", 0), ("before_train_step", 0), ("on_error", 0), ("after_train", 0), ("closed", 0)]

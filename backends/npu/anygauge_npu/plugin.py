@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from anygauge_hooks import hookimpl
@@ -25,6 +26,7 @@ NPU = BackendSpec(
     visible_devices=env.visible_devices,
     hidden_env=env.HIDDEN,
     providers=(mindspeed.NAME,),
+    profile_kinds=("memory", "npu"),
     engine_installs=rollout.INSTALLS,
     host_checks=host.host_checks,
 )
@@ -136,6 +138,14 @@ def get_spec_provider(config: RunConfig) -> Any | None:
 def rollout_engine_args(config: RunConfig, engine: str) -> Mapping[str, Any] | None:
     """Name the device to a server, and let it sleep where it shares that with trainers."""
     return rollout.engine_args(engine, sleeps=config.placement.colocated)
+
+
+@hookimpl
+def make_profiler(kind: str, path: str) -> AbstractContextManager[Any] | None:
+    """Record with Ascend's profiler, or the history of allocations."""
+    from anygauge_npu import profiler
+
+    return profiler.make_profiler(kind, path)
 
 
 @hookimpl

@@ -30,6 +30,7 @@ from anygauge.config.rules.parallel import (
     role_rule,
 )
 from anygauge.config.rules.placement import cluster_rule, colocation_rules, engines_rule
+from anygauge.config.rules.profile import profile_rules
 from anygauge.config.rules.resume import resume_rule
 from anygauge.config.rules.reward import label_rule, reward_functions, reward_rule
 from anygauge.config.rules.rollout import control_functions, control_rule
@@ -126,6 +127,7 @@ def check(
         metric_functions(config, plugins),
         colocation_rules(config, plugins),
         weight_sync_rules(config, backend, plugins),
+        profile_rules(config, backend, plugins),
         _provider(config, backend),
         lora_rules(config, plugins),
         engine_kinds(config, plugins),

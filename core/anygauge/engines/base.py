@@ -20,6 +20,7 @@ from anygauge.device import memory_phase
 from anygauge.engines.background_save import BackgroundSave
 from anygauge.engines.hf_directory import write_directory
 from anygauge.engines.memory_offload import DeviceMemory
+from anygauge.observability.phases import record_phase
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import NonFiniteError
 
@@ -86,12 +87,13 @@ class BaseEngine(ABC):
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        try:
-            with memory_phase(self.context.device, phase):
-                yield
-        finally:
-            self.context.device.synchronize()
-            self._seconds[phase] += time.perf_counter() - start
+        with record_phase(phase):
+            try:
+                with memory_phase(self.context.device, phase):
+                    yield
+            finally:
+                self.context.device.synchronize()
+                self._seconds[phase] += time.perf_counter() - start
 
 
 def check_finite(step: int, loss: float, norm: float) -> None:

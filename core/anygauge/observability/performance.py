@@ -6,20 +6,32 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Required, TypedDict
 
 from anygauge.config.modalities import TOWERS
 from anygauge.observability.memory import memory_metrics
+from anygauge.observability.phases import PhaseTime, Row
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group
 
 __all__ = ["LANGUAGE", "StepWork", "WorkerReport", "performance_metrics"]
 
-WorkerReport = Mapping[str, Mapping[str, float]]
-"""Report of one worker for one step: ``seconds`` by phase; ``memory`` in bytes, from
-:func:`~anygauge.observability.memory.worker_memory`; from a training worker the ``passes`` of
-``log_probs``, the number of forward passes over all samples that the policy's engine made in that phase; and
-where servers generate, the number of ``servers`` that were ``idle``."""
+
+class WorkerReport(TypedDict, total=False):
+    """Report of one worker for one step."""
+
+    seconds: Required[Mapping[str, float]]
+    """Seconds of each phase."""
+    memory: Required[Mapping[str, float]]
+    """Bytes, from :func:`~anygauge.observability.memory.worker_memory`."""
+    passes: Mapping[str, float]
+    """Forward passes over all samples that a training worker's engine of the policy made in ``log_probs``."""
+    servers: Mapping[str, float]
+    """Number of servers that were ``idle``, where servers generate."""
+    phases: Mapping[Row, Sequence[PhaseTime]]
+    """Phases for the timeline: its own, and from the driver those of the servers."""
+
 
 NAMES = {"generate": "rollout", "weight_sync": "update_weights"}
 """Phases of workers that have another name among the metrics."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from anygauge.config.rules.profile import TORCH
 from anygauge.observability.datasets import dataset_names
 from anygauge.observability.progress import RunProgress
 from anygauge_hooks import hookimpl
-from anygauge_hooks.types import ConfigProblem, RunInfo, Tracker, TrackerSpec
+from anygauge_hooks.types import BackendSpec, ConfigProblem, RunInfo, Tracker, TrackerSpec
 
 _progress = RunProgress()
 before_train = _progress.before_train
@@ -90,6 +92,14 @@ def _options_of(name: str, options: Mapping[str, Any], path: str) -> Iterator[Co
         else:
             continue
         yield ConfigProblem(path=f"{path}.{key}", found=value, hint=hint)
+
+
+@hookimpl
+def make_profiler(backend: BackendSpec, kind: str, path: str) -> AbstractContextManager[None] | None:
+    """Return torch's profiler."""
+    from anygauge.observability.profiler import torch_profile
+
+    return torch_profile(backend.device_type, path) if kind == TORCH else None
 
 
 @hookimpl

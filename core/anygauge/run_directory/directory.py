@@ -23,7 +23,9 @@ from anygauge.disk import ABANDONED, free_name
 from anygauge.failures import on_failure
 from anygauge.health.record import HEALTH_FILE
 from anygauge.observability.jsonl import METRICS_FILE
+from anygauge.observability.profiler import PROFILES
 from anygauge.observability.report.run_files import ENVIRONMENT_FILE
+from anygauge.observability.timeline import TIMELINE_FILE
 from anygauge.run_directory.checkpoint_reader import DIRECTORY as CHECKPOINTS
 from anygauge.run_directory.checkpoint_reader import Checkpoint, checkpoint_paths, latest_checkpoint
 from anygauge.run_directory.resume import apply_changes, is_changed, set_aside
@@ -45,6 +47,7 @@ OWN = (
     *(*MARKS, "config.until-step-*.toml", "capabilities.json", "run.json", "report.html", ".run.json.*"),
     *(".report.html.*", METRICS_FILE, "samples.jsonl", "*.superseded.jsonl", LOGS),
     *(f"{HEALTH_FILE}*", f".{HEALTH_FILE}.*"),  # with the health.jsonl of earlier versions
+    *(TIMELINE_FILE, PROFILES),
     *(CHECKPOINTS, "dumps", "hf", "hf-step-*", "tensorboard", "wandb", ".shared-*", *ABANDONED),
     f"{LOGS_BEFORE}*",
 )

@@ -30,7 +30,7 @@ HARMLESS = (
     *("run.name", "run.directory", "run.steps", "run.overwrite", "run.resume", "run.accept_changes"),
     *("run.trackers", "run.tracker_options", "run.report", "run.progress", "run.timeout_s", "run.stop_on"),
     "run.metrics",
-    *("hub", "eval", "save", "cluster", "data.cache", "debug", "health", "placement.launcher"),
+    *("hub", "eval", "save", "cluster", "data.cache", "debug", "health", "profile", "placement.launcher"),
     "train.replica_check_every",
     *("placement.start_timeout_s", "reward.num_workers", "reward.concurrency", "reward.timeout_s"),
     *("reward.memory_gib", "reward.max_failed_ratio", "rollout.client", "weight_sync", "train.lora.export"),

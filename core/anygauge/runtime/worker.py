@@ -23,6 +23,7 @@ from anygauge.device import LateDevice, memory_phase, set_deterministic
 from anygauge.hub import localized
 from anygauge.observability.host import read_cpus
 from anygauge.observability.logs import log_worker
+from anygauge.observability.phases import record_phase
 from anygauge.observability.start_times import StartTimes
 from anygauge.plugins import Plugins, find_backend, load_plugins, require_plugins
 from anygauge.runtime.cluster import GroupRendezvous, NodeFacts, address_of, node_facts
@@ -227,7 +228,7 @@ class Worker:
         config = localized(setup.config, data=False)  # each node may have a cache of its own
         make = partial(_resolve(setup.worker_class), config, self._context(), **setup.options)
         if setup.computes:
-            with memory_phase(self._device, "load"):
+            with record_phase("load"), memory_phase(self._device, "load"):
                 self._object = make()
         else:
             self._object = make()

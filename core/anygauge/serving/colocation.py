@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
+from anygauge.observability.phases import record_phase
 from anygauge.serving.memory_fit import Awake, MemoryFit
 from anygauge_hooks.serving import MemoryState
 
@@ -197,8 +198,9 @@ class ColocationScheduler:
     @contextmanager
     def _timed(self, before: MemoryState, after: MemoryState) -> Iterator[None]:
         started = time.perf_counter()
+        name = "sleep" if _AMOUNT[after] < _AMOUNT[before] else "wake_up"
         try:
-            yield
+            with record_phase(name):
+                yield
         finally:
-            name = "sleep" if _AMOUNT[after] < _AMOUNT[before] else "wake_up"
             self._seconds[name] += time.perf_counter() - started

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from anygauge.config.schema import RolloutClient
+from anygauge.observability.phases import PhaseTime
+from anygauge.serving.activity import Activity
 from anygauge.serving.admission_queue import AdmissionQueue
 from anygauge.serving.engine_state import (
     DisplacedError,
@@ -26,6 +30,9 @@ from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
 from anygauge_hooks.media import MediaStore
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.serving import EngineAwayError, EngineClient, MemoryState, ServerKind, ServerPeer
+
+if TYPE_CHECKING:
+    from anygauge_hooks.serving import SupportsProfile
 
 __all__ = ["EnginePool", "EngineReport", "EngineState"]
 
@@ -92,6 +99,8 @@ class EnginePool:
         """Load balancer of the prefill engines."""
         self._prefill_queue = AdmissionQueue(self._prefill_balancer, options.outage_timeout_s, self._describe)
         self._engines: dict[str, PoolEngine] = {}
+        self._activities: defaultdict[str, Activity] = defaultdict(Activity)
+        """Activities by name; an engine that takes the place of another goes on with its activity."""
         self._active: set[_Active] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -184,6 +193,10 @@ class EnginePool:
         """Return the engines that got no request since the last call; encoders get none."""
         return [*self._balancer.take_idle(), *self._prefill_balancer.take_idle()]
 
+    def take_phases(self) -> Mapping[str, Sequence[PhaseTime]]:
+        """Return and forget what each engine did since the last call, by name."""
+        return {name: activity.take() for name, activity in self._activities.items()}
+
     @property
     def waiting(self) -> int:
         """Return how many requests wait for an engine with room."""
@@ -196,6 +209,7 @@ class EnginePool:
 
     def _changed(self, engine: PoolEngine) -> None:
         """Let the state of an engine take effect."""
+        self._activities[engine.name].set_state(engine.state)
         reads = any(each.state == "serving" for each in self._of_kind("prefill"))
         # who only writes is of no use without one who reads
         affected = [engine, *self._of_kind("decode")] if engine.kind == "prefill" else [engine]
@@ -316,7 +330,7 @@ class EnginePool:
         if active.ends is None:
             active.ends = asyncio.get_running_loop().time() + self._options.request_timeout_s
         engine, rank = self._engine_of(tickets.answering)
-        with self._prefill(request, tickets) as prefills:
+        with self._activities[engine.name].request(), self._prefill(request, tickets) as prefills:
             async with attempting(engine, *prefills):
                 return await engine.client.generate(
                     request, rank=rank, ends=active.ends, **handover(prefills)
@@ -329,7 +343,9 @@ class EnginePool:
             yield ()
             return
         engine, rank = self._engine_of(ticket)
-        prefill = Prefill(engine, request, rank)
+        prefill, activity = Prefill(engine, request, rank), self._activities[engine.name]
+        activity.add(1)
+        prefill.task.add_done_callback(lambda _: activity.add(-1))
         prefill.task.add_done_callback(lambda _: self._give_back(self._prefill_balancer, ticket))
         try:
             yield (prefill,)
@@ -390,7 +406,7 @@ class EnginePool:
         self._prefill_queue.abort()
         for active in self._active:
             active.aborted.set()
-        for engine, error in await self._command(self._reachable(), lambda client: client.abort()):
+        for engine, error in await self._command(self._reachable(), lambda engine: engine.client.abort()):
             self._lose(engine, error)
 
     async def set_memory_state(self, state: MemoryState) -> None:
@@ -403,7 +419,9 @@ class EnginePool:
             if engine.state != "asleep":
                 engine.awake = engine.state
             self.mark(engine.name, "asleep", f"it has {state} in memory")
-        for engine, error in await self._command(engines, lambda client: client.set_memory_state(state)):
+        for engine, error in await self._command(
+            engines, lambda engine: engine.client.set_memory_state(state)
+        ):
             self._lose(engine, error)
         for engine in engines:
             engine.memory_state = state
@@ -411,6 +429,27 @@ class EnginePool:
             if engine.state == "asleep":
                 engine.state = "paused"
                 self.mark(engine.name, engine.awake)
+
+    async def start_profile(self, directories: Mapping[str, Path]) -> list[str]:
+        """Have engines begin a profile, and return what went wrong.
+
+        :param directories: Directories by name of the engine; others record none.
+        """
+        engines = [each for each in self._living() if each.name in directories]
+        return await self._profile(
+            engines, lambda engine: _profiler(engine).start_profile(str(directories[engine.name]))
+        )
+
+    async def stop_profile(self, names: Collection[str]) -> list[str]:
+        """Have engines write the profiles that they have begun, and return what went wrong."""
+        engines = [each for each in self._living() if each.name in names]
+        return await self._profile(engines, lambda engine: _profiler(engine).stop_profile())
+
+    async def _profile(
+        self, engines: Sequence[PoolEngine], call: Callable[[PoolEngine], Awaitable[None]]
+    ) -> list[str]:
+        failed = await self._command(engines, call)
+        return [f"{engine.name} records no profile: {error.args[0]}" for engine, error in failed]
 
     def _sleeps(self) -> bool:
         """Return whether the engines have nothing left to generate with, so that no wait would help."""
@@ -425,14 +464,14 @@ class EnginePool:
         return [each for each in self._engines.values() if not each.is_lost and each.kind != "encoder"]
 
     async def _command(
-        self, engines: Sequence[PoolEngine], call: Callable[[EngineClient], Awaitable[None]]
+        self, engines: Sequence[PoolEngine], call: Callable[[PoolEngine], Awaitable[None]]
     ) -> list[tuple[PoolEngine, AnygaugeError]]:
         """Command engines at once; return those that failed, and why."""
 
         async def one(engine: PoolEngine) -> AnygaugeError | None:
             try:
                 async with attempting(engine):
-                    await call(engine.client)
+                    await call(engine)
             except (RolloutError, DeadlineError) as error:
                 return error
             return None
@@ -458,6 +497,10 @@ class EnginePool:
 def _prompt_alone(request: GenerateRequest) -> GenerateRequest:
     """Return what one who only reads has to do."""
     return request._replace(params=replace(request.params, max_new_tokens=1))
+
+
+def _profiler(engine: PoolEngine) -> SupportsProfile:
+    return cast("SupportsProfile", engine.client)
 
 
 def _length(generation: Generation) -> int | None:

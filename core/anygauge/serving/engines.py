@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from anygauge.config import Config
 from anygauge.config.roles import Components
+from anygauge.observability.performance import WorkerReport
 from anygauge.plugins import Plugins
 from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.worker_group import WorkerGroup
@@ -43,7 +44,16 @@ class Engines(Protocol):
     def sync(self, version: int) -> None:
         """Give the trained weights to every engine."""
 
-    def reports(self) -> Sequence[Mapping[str, Any]]:
+    def start_profile(self, kind: str, directory: Path, ranks: Collection[int]) -> Sequence[str | None]:
+        """Begin a profile of the engines' processes, except training workers; return what went wrong.
+
+        :param ranks: Engines to record; none for all.
+        """
+
+    def stop_profile(self) -> Sequence[str | None]:
+        """Have the profiles written, if there are any; return what went wrong."""
+
+    def reports(self) -> Sequence[WorkerReport]:
         """Return and reset the reports of the engines' processes, except training workers."""
 
 
@@ -70,7 +80,15 @@ class SharedEngines:
         if self._trainers is not None:
             push_weights(self._trainers, version)
 
-    def reports(self) -> Sequence[Mapping[str, Any]]:
+    def start_profile(self, kind: str, directory: Path, ranks: Collection[int]) -> Sequence[str | None]:
+        """Do nothing: the profiles of the training workers have their engines."""
+        return ()
+
+    def stop_profile(self) -> Sequence[str | None]:
+        """Do nothing, as :meth:`start_profile`."""
+        return ()
+
+    def reports(self) -> Sequence[WorkerReport]:
         """Return nothing: the training workers report for their engines."""
         return ()
 
@@ -98,9 +116,17 @@ class SeparateEngines(SharedEngines):
             raise RolloutError(f"The engine at {failed.address} got no weights: {failed.error}")
         taking.result()
 
-    def reports(self) -> Sequence[Mapping[str, Any]]:
+    def start_profile(self, kind: str, directory: Path, ranks: Collection[int]) -> Sequence[str | None]:
+        """Begin a profile of the engines' processes."""
+        return self._workers.call("start_profile", kind=kind, directory=str(directory), ranks=tuple(ranks))
+
+    def stop_profile(self) -> Sequence[str | None]:
+        """Have the profiles written."""
+        return self._workers.call("stop_profile")
+
+    def reports(self) -> Sequence[WorkerReport]:
         """Return and reset the reports of the engines' processes."""
-        reports: list[Mapping[str, Any]] = self._workers.call("report")
+        reports: list[WorkerReport] = self._workers.call("report")
         return reports
 
 

@@ -32,6 +32,7 @@ def register_rollout_engines() -> Iterable[RolloutEngineSpec]:
             releases_memory=True,
             loads_adapters=True,
             starts_early=True,
+            profiles=True,
         ),
     ]
 

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from anygauge.config import Config
 from anygauge.device import memory_phase
 from anygauge.observability.memory import worker_memory
 from anygauge.observability.performance import WorkerReport
+from anygauge.observability.phases import Row, record_phase, take_phases
+from anygauge.observability.profiler import WorkerProfiler
 from anygauge_hooks.engines import RolloutEngine, WeightStream, WorkerContext
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.weights import WeightPeer, WeightTarget, WeightUpdate
@@ -50,10 +52,15 @@ class LocalPeer(WeightPeer, WeightTarget):
 
 
 class GeneratingWorker:
-    """A worker that may have a rollout engine, and reports its timings."""
+    """A worker that may have a rollout engine, and reports its timings.
 
-    def __init__(self, context: WorkerContext) -> None:
+    :param role: Role of the worker, as its log is named.
+    """
+
+    def __init__(self, context: WorkerContext, role: Literal["actor", "rollout"] = "rollout") -> None:
         self._device = context.device
+        self._row = Row(role, context.rank)
+        self._profiler = WorkerProfiler(context, self._row)
         self._engine: RolloutEngine | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -68,10 +75,22 @@ class GeneratingWorker:
         with self._timed("generate"):
             return [self.engine.answer(batch) for batch in batches]
 
+    def start_profile(self, kind: str, directory: str, ranks: Sequence[int]) -> str | None:
+        """Begin a profile, if this rank is to record one; return why it cannot."""
+        return self._profiler.start(kind, directory, ranks)
+
+    def stop_profile(self) -> str | None:
+        """Write the profile, if there is one; return why that failed."""
+        return self._profiler.stop()
+
     def report(self) -> WorkerReport:
         """Return the seconds spent since the last call, by phase, and the memory in use, in bytes."""
         seconds, self._seconds = dict(self._seconds), defaultdict(float)
-        return {"seconds": {**seconds, **self._engine_seconds()}, "memory": worker_memory(self._device)}
+        return {
+            "seconds": {**seconds, **self._engine_seconds()},
+            "memory": worker_memory(self._device),
+            "phases": {self._row: take_phases()},
+        }
 
     def _engine_seconds(self) -> Mapping[str, float]:
         """Return the seconds since the last call that an engine has counted itself."""
@@ -86,7 +105,7 @@ class GeneratingWorker:
     def _timed(self, phase: str) -> Iterator[None]:
         """Count the time and the memory of the block as a phase's."""
         start = perf_counter()
-        with memory_phase(self._device, phase):
+        with record_phase(phase), memory_phase(self._device, phase):
             yield
         self._seconds[phase] += perf_counter() - start
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from anygauge.config import Config
 from anygauge.config.schema import POLICY
+from anygauge.observability.performance import WorkerReport
 from anygauge.plugins import Plugins
 from anygauge.runtime.event_loop import EventLoop
 from anygauge.runtime.media_stores import open_store
@@ -112,11 +113,26 @@ class ServedEngines:
         self._push(sorted(self._servers.synced - lost.keys()))
         self._servers.look()
 
-    def reports(self) -> Sequence[Mapping[str, Any]]:
+    def start_profile(self, kind: str, directory: Path, ranks: Collection[int]) -> Sequence[str | None]:
+        """Have the servers begin a profile, if the kind is theirs."""
+        if kind != self._config.rollout.engine:
+            return ()
+        return self._servers.start_profile(directory, ranks)
+
+    def stop_profile(self) -> Sequence[str | None]:
+        """Have the servers write their profiles, if they have begun any."""
+        return self._servers.stop_profile()
+
+    def reports(self) -> Sequence[WorkerReport]:
         """Return and reset the reports of the servers' workers, and the time spent waiting for samples."""
         seconds, self._seconds = self._seconds, 0.0
-        idle = {"idle": self._servers.take_idle()}
-        return [*self._servers.reports(), {"seconds": {"generate": seconds}, "memory": {}, "servers": idle}]
+        own: WorkerReport = {
+            "seconds": {"generate": seconds},
+            "memory": {},
+            "servers": {"idle": self._servers.take_idle()},
+            "phases": self._servers.take_phases(),
+        }
+        return [*self._servers.reports(), own]
 
     def _repair(self) -> None:
         """Take servers back that were started again, with the weights that the others have."""

@@ -10,10 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from anygauge.config import Config
 from anygauge.failures import in_background
+from anygauge.observability.performance import WorkerReport
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.serving.server_plan import plan_servers
 from anygauge.serving.server_workers import Serving
@@ -46,7 +47,7 @@ class ServerSource(Protocol):
     def end(self, ranks: Collection[int]) -> None:
         """End lost servers, so that they free the memory of their devices."""
 
-    def reports(self) -> list[Mapping[str, Any]]:
+    def reports(self) -> list[WorkerReport]:
         """Return and reset the reports of the server workers."""
 
     def close(self) -> None:
@@ -92,9 +93,9 @@ class StartedServers:
         """Let the workers of lost servers end them."""
         self._workers.call("end", ranks=sorted(ranks))
 
-    def reports(self) -> list[Mapping[str, Any]]:
+    def reports(self) -> list[WorkerReport]:
         """Return and reset the workers' reports."""
-        reports: list[Mapping[str, Any]] = self._workers.call("report")
+        reports: list[WorkerReport] = self._workers.call("report")
         return reports
 
     def close(self) -> None:
@@ -165,7 +166,7 @@ class AttachedServers:
     def end(self, ranks: Collection[int]) -> None:
         """Do nothing: the run did not start them."""
 
-    def reports(self) -> list[Mapping[str, Any]]:
+    def reports(self) -> list[WorkerReport]:
         """Return nothing: external servers have no workers."""
         return []
 

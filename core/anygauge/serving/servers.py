@@ -10,10 +10,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
 
 from anygauge.config import Config
 from anygauge.config.schema import POLICY
+from anygauge.observability.performance import WorkerReport
+from anygauge.observability.phases import PhaseTime, Row
 from anygauge.runtime.event_loop import EventLoop
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.engine_state import EngineReport, EngineState
@@ -54,6 +56,8 @@ class Servers:
         self.behind = set() if self.has_first_weights else set(self.synced)
         """Ranks of synced servers with old weights; they get no requests."""
         self._proven = [server.incarnation for server in self.serving]
+        self._profiled: Mapping[str, Path] = {}
+        """Directory of the profile that a server records, by its name in its pool."""
         self._lock = threading.Lock()
         """Lock around the workers, which take one call at a time, and the state of the servers."""
         self._away = set[int]()
@@ -167,7 +171,7 @@ class Servers:
         """Give up servers with wrong weights, each for a reason."""
         self._loop.run(_distrust(self.pool, reasons))
 
-    def reports(self) -> list[Mapping[str, Any]]:
+    def reports(self) -> list[WorkerReport]:
         """Return and reset the workers' reports."""
         with self._lock:
             return self._source.reports()
@@ -178,6 +182,28 @@ class Servers:
         Others, such as a judge, are asked by rollout functions, and may have nothing to do.
         """
         return self._loop.run(_take_idle(self.pool))
+
+    def start_profile(self, directory: Path, ranks: Collection[int]) -> list[str]:
+        """Have servers begin a profile in a folder of their own, and return what went wrong.
+
+        :param ranks: Servers to record; none for all.
+        """
+        self._profiled = {
+            _name(plan.rank): directory / f"engine-{plan.rank}"
+            for plan in self._plans
+            if not ranks or plan.rank in ranks
+        }
+        return self._loop.run(_start_profile(self.pools.values(), self._profiled))
+
+    def stop_profile(self) -> list[str]:
+        """Have the servers that have begun a profile write it, and return what went wrong."""
+        profiled, self._profiled = self._profiled, {}
+        return self._loop.run(_stop_profile(self.pools.values(), profiled)) if profiled else []
+
+    def take_phases(self) -> dict[Row, Sequence[PhaseTime]]:
+        """Return and forget what each server did since the last call."""
+        phases = self._loop.run(_take_phases(self.pools.values()))
+        return {Row("engine", plan.rank): phases.get(_name(plan.rank), ()) for plan in self._plans}
 
     def describe(self) -> str:
         """Return how each server is, for an error."""
@@ -223,6 +249,18 @@ async def _join(
 
 async def _take_idle(pool: EnginePool) -> int:
     return len(pool.take_idle())
+
+
+async def _start_profile(pools: Iterable[EnginePool], directories: Mapping[str, Path]) -> list[str]:
+    return [reason for pool in pools for reason in await pool.start_profile(directories)]
+
+
+async def _stop_profile(pools: Iterable[EnginePool], names: Collection[str]) -> list[str]:
+    return [reason for pool in pools for reason in await pool.stop_profile(names)]
+
+
+async def _take_phases(pools: Iterable[EnginePool]) -> Mapping[str, Sequence[PhaseTime]]:
+    return {name: phases for pool in pools for name, phases in pool.take_phases().items()}
 
 
 async def _reports(pools: Iterable[EnginePool]) -> Mapping[str, EngineReport]:

@@ -112,7 +112,7 @@ class ActorWorker(GeneratingWorker):
     def __init__(
         self, config: Config, context: WorkerContext, *, components: Components | None = None
     ) -> None:
-        super().__init__(context)
+        super().__init__(context, "actor")
         components = components or run_components(config)
         self.config = config
         self.loss = make_loss(config, context)

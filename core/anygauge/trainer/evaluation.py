@@ -13,6 +13,7 @@ from anygauge.data.batch import select
 from anygauge.data.media.loader import windows
 from anygauge.observability.logs import summary
 from anygauge.observability.metrics import eval_metrics
+from anygauge.observability.phases import record_phase
 from anygauge.rollout.rewards import Scorer, raw_number
 from anygauge.runtime.worker_group import Arguments
 from anygauge.trainer.generation import eval_params, eval_seeds
@@ -42,10 +43,10 @@ def evaluate(session: Session, *, tolerant: bool = False) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for eval_set in session.eval_sets:
-        metrics |= _evaluate_set(session, eval_set, tolerant=tolerant)
+        with record_phase("evaluate"):
+            metrics |= _evaluate_set(session, eval_set, tolerant=tolerant)
     if metrics:
-        session.workers.call("report")  # what an evaluation took is no part of a step
-        session.engines.reports()
+        session.reports()  # what an evaluation took is no part of a step
         session.colocation.seconds()
         record(session, session.info, metrics)
     return metrics

@@ -32,6 +32,7 @@ from anygauge.observability.metrics import (
     train_datasets,
 )
 from anygauge.observability.performance import LANGUAGE
+from anygauge.observability.phases import Row, record_phase, take_phases
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import raw_number
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
@@ -52,6 +53,7 @@ from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.health import HealthMonitor, health_metrics
 from anygauge.trainer.plan import conversation_batch, plan_metrics, plan_steps, rollout_batch
+from anygauge.trainer.profiling import profiled
 from anygauge.trainer.replay import ReplayedMedia, shown_in
 from anygauge.trainer.rollout_scheduler import GroupSource
 from anygauge.trainer.session import Session
@@ -151,7 +153,8 @@ def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> Non
     for step in range(first, total + 1):
         loop.directory.check()
         loop.session.plugins.notify("before_train_step", run=loop.info)
-        metrics = take_step(loop, step)
+        with profiled(loop.session, step), record_phase(f"step {step}"):
+            metrics = take_step(loop, step)
         if loop.save_s:
             metrics["perf/save_time"] = loop.save_s
         metrics |= custom_metrics(functions, loop.groups, metrics, step=step)
@@ -167,7 +170,10 @@ def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> Non
         evaluate_if_due(loop, ends=ends)
         loop.directory.check()
         started = time.perf_counter()
-        loop.save_s = time.perf_counter() - started if save(loop, step, ends=ends) else 0.0
+        with record_phase("save"):
+            is_saved = save(loop, step, ends=ends)
+        loop.save_s = time.perf_counter() - started if is_saved else 0.0
+        loop.session.add_phases(Row("driver"), take_phases())
         if ends:
             _log.info("the run was told to stop after step %d of %d", step, total)
             break
@@ -177,7 +183,8 @@ def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> Non
 def finish_saving(loop: Loop) -> None:
     """Export the trained model while the last checkpoint is being written, and wait for both."""
     if loop.config.save.hf_at_end and loop.session.components.trains:
-        export(loop, "hf")
+        with record_phase("save"):
+            export(loop, "hf")
     if loop.checkpoints is not None:
         announce(loop, loop.checkpoints.finish())
     loop.directory.check()
@@ -244,7 +251,8 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     started = time.perf_counter()
     config = loop.config
     assert loop.rollouts is not None, "the run trains on rollouts"
-    groups, reward_s = loop.rollouts.collect(step)
+    with record_phase("generate"):
+        groups, reward_s = loop.rollouts.collect(step)
     loop.groups = groups
     version = None if replays_rollouts(config) else loop.session.state.version
     trained_on = groups if version is None else mask_stale(groups, version, config.algorithm.mask_stale)
@@ -357,7 +365,8 @@ def send_batches(loop: Loop, step: int, batches: Sequence[TrainBatch]) -> Traini
 
 def finish_training(loop: Loop, training: Training) -> dict[str, float]:
     """Wait for the workers, give the new weights to the rollout engines, and return the metrics of both."""
-    steps = training.answer.result()[0]
+    with record_phase("train"):
+        steps = training.answer.result()[0]
     if training.updates:
         sync_weights(loop)
     return {**prefixed("train", mean_over_steps(steps)), **health_metrics(steps[0]), **training.planned}
@@ -400,7 +409,8 @@ def sync_weights(loop: Loop) -> None:
     if loop.rollouts is not None:
         loop.rollouts.before_sync()
     loop.session.state.version += 1
-    loop.session.engines.sync(loop.session.state.version)
+    with record_phase("sync"):
+        loop.session.engines.sync(loop.session.state.version)
     if loop.rollouts is not None:
         loop.rollouts.advance(loop.session.state.version)
     loop.session.plugins.notify("after_weight_sync", run=loop.info, version=loop.session.state.version)
@@ -437,10 +447,9 @@ def measure(loop: Loop, work: StepWork, started: float, **driver_seconds: float)
 
     :param driver_seconds: Time of the driver's own work, by phase.
     """
-    reports = [*loop.session.workers.call("report"), *loop.session.engines.reports()]
     return performance_metrics(
         work,
-        reports,
+        loop.session.reports(),
         wall_s=time.perf_counter() - started,
         driver_seconds={**driver_seconds, **loop.session.colocation.seconds()},
     )

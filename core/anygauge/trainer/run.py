@@ -19,6 +19,8 @@ from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.loader import LoadedSource, MediaLoader
 from anygauge.hub import localized
 from anygauge.observability.logs import driver_log
+from anygauge.observability.phases import record_phase, take_phases
+from anygauge.observability.timeline import TIMELINE_FILE, Timeline
 from anygauge.observability.trackers import open_tracker, tracker_names
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer
@@ -108,9 +110,11 @@ def train_started(
     secrets = secret_values(config)
     log = driver_log(directory.path, backend=state.info.where, secrets=secrets)
     with log, ExitStack() as stack, notify_observers(plugins, state):
-        loop = open_loop(loaded, plugins, inputs, directory, state, started, stack)
+        take_phases()  # those of an earlier run of this process
+        with record_phase("start"):
+            loop = open_loop(loaded, plugins, inputs, directory, state, started, stack)
         when_built()
-        with salvaged(loop):
+        with loop.session.timed_to_the_end(), salvaged(loop):
             run_loop(loop, should_stop)
             finish_saving(loop)
         if loop.checkpoints is not None:
@@ -167,6 +171,8 @@ def open_loop(
         writer = CheckpointWriter(directory.path, config, session.workers, tell, scores=state.scores)
         checkpoints = stack.enter_context(closing(writer))
     session.trackers = open_trackers(config, plugins, state.info, stack)
+    if config.profile.timeline:
+        session.timeline = stack.enter_context(closing(Timeline(directory.path / TIMELINE_FILE)))
     replayed_media = ReplayedMedia(session.media)
     rollouts: GroupSource | None = None
     background = None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from anygauge.config import Config
 from anygauge.config.roles import Components
 from anygauge.distributed.layout import Layout, layout_of
+from anygauge.observability.performance import WorkerReport
+from anygauge.observability.phases import PhaseTime, Row, take_phases
+from anygauge.observability.timeline import Timeline
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer
 from anygauge.runtime.worker_group import WorkerGroup
@@ -52,6 +56,8 @@ class Session:
     media: MediaLoader | None = None
     """Decodes what prompts show; ``None`` for a run of text."""
     trackers: Sequence[Tracker] = ()
+    timeline: Timeline | None = None
+    """``None`` in an evaluation, and with ``profile.timeline = false``."""
 
     @property
     def info(self) -> RunInfo:
@@ -62,6 +68,27 @@ class Session:
     def layout(self) -> Layout:
         """How the workers that train divide the model and the samples."""
         return layout_of(self.config)
+
+    def reports(self) -> list[WorkerReport]:
+        """Return and reset the reports of all processes; what they did goes into the timeline."""
+        reports = [*self.workers.call("report"), *self.engines.reports()]
+        for report in reports:
+            for row, phases in report.get("phases", {}).items():
+                self.add_phases(row, phases)
+        return reports
+
+    def add_phases(self, row: Row, phases: Sequence[PhaseTime]) -> None:
+        """Put what a process did into the timeline, if there is one."""
+        if self.timeline is not None:
+            self.timeline.add(row, phases)
+
+    @contextmanager
+    def timed_to_the_end(self) -> Iterator[None]:
+        """Put what the driver does in the block into the timeline, also if it raises."""
+        try:
+            yield
+        finally:
+            self.add_phases(Row("driver"), take_phases())
 
     def track(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Give metrics of a step to every tracker, and note that of ``save.best``."""

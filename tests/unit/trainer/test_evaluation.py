@@ -68,8 +68,7 @@ def session_with(config: Config, plugins: Plugins, stack: ExitStack, label: str 
         media=None,
         plugins=plugins,
         info=SimpleNamespace(step=2),
-        workers=SimpleNamespace(call=lambda name: None),
-        engines=SimpleNamespace(reports=lambda: ()),
+        reports=lambda: [],
         colocation=ColocationScheduler(),
         maker=SimpleNamespace(sample=lambda *_: [Group(prompt=prompt, samples=tuple(map(sampled, TEXTS)))]),
         eval_sets=[eval_set],
@@ -115,10 +114,12 @@ def test_a_run_has_nothing_to_lose_before_its_first_step(monkeypatch: pytest.Mon
     monkeypatch.setattr(loop_module, "save", lambda loop, step, *, ends: False)
     info = SimpleNamespace(step=0, directory="run")
     session = SimpleNamespace(
+        config=config_of(),
         info=info,
         plugins=SimpleNamespace(notify=lambda *_, **__: None),
         state=SimpleNamespace(finish_step=partial(setattr, info, "step")),
         track=lambda metrics, *, step: None,
+        add_phases=lambda row, phases: None,
     )
     directory = SimpleNamespace(check=lambda: None)
     loop: Any = SimpleNamespace(
@@ -128,6 +129,7 @@ def test_a_run_has_nothing_to_lose_before_its_first_step(monkeypatch: pytest.Mon
         directory=directory,
         checkpoints=None,
         save_s=0.0,
+        groups=(),
         background=None,
     )
     loop_module.run_loop(loop)

@@ -15,6 +15,7 @@ from anygauge.config.schema.evaluation import Eval, EvalDataset
 from anygauge.config.schema.media import Media
 from anygauge.config.schema.models import Critic, Model, Parallel, Reference, Teacher
 from anygauge.config.schema.placement import Cluster, Placement
+from anygauge.config.schema.profile import Profile
 from anygauge.config.schema.reward import Reward, RewardFunction, RewardPart
 from anygauge.config.schema.rollout import (
     POLICY,
@@ -47,6 +48,7 @@ __all__ = [
     "Model",
     "Parallel",
     "Placement",
+    "Profile",
     "Reference",
     "Reward",
     "RewardFunction",
@@ -83,6 +85,7 @@ class Config(Section):
     health: Health = Health()
     save: Save = Save()
     debug: Debug = Debug()
+    profile: Profile = Profile()
     placement: Placement = Placement()
     cluster: Cluster = Cluster()
     weight_sync: WeightSync = WeightSync()

@@ -22,6 +22,7 @@ from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
 from anygauge.observability.report.summary import facts, standing, tiles
 from anygauge.observability.report.texts import config_tables, sample_steps
+from anygauge.observability.report.timeline import draw_timeline
 from anygauge.version import __version__
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def _content(files: RunFiles, created_at: datetime) -> dict[str, Any]:
         "has_samples": files.task != "sft" or bool(files.samples),
         "phases": draw_phases(metrics),
         "phase_rows": phase_rows(metrics),
+        "timeline": draw_timeline(files.directory),
         "all_metrics": [_metric_row(name, series) for name, series in sorted(metrics.series.items())],
         "sparks": {tile.metric: sparkline(metrics.series[tile.metric]) for tile in heads},
         "last": {name: _last(series) for name, series in metrics.series.items()},

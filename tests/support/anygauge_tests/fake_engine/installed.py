@@ -30,10 +30,8 @@ def serve(config, context):
 @hookimpl
 def register_rollout_engines():
     kinds = ("regular", "prefill", "decode", "encoder")
-    abilities = {{"releases_memory": True, "starts_early": True}}
-    return [
-        RolloutEngineSpec(name="fake", serve=serve, kinds=kinds, loads_adapters=True, **abilities)
-    ]
+    able = dict(releases_memory=True, starts_early=True, loads_adapters=True, profiles=True)
+    return [RolloutEngineSpec(name="fake", serve=serve, kinds=kinds, **able)]
 '''
 
 

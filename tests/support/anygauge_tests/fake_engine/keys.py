@@ -26,6 +26,8 @@ ADMIN = frozenset(
         "/pause_generation",
         "/release_memory_occupation",
         "/resume_memory_occupation",
+        "/start_profile",
+        "/stop_profile",
         "/unload_lora_adapter",
         "/update_weight_version",
         "/update_weights_from_disk",

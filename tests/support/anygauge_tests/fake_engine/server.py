@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -47,6 +49,8 @@ def application(options: Options) -> web.Application:
         ("GET", "/get_server_info", _server_info),
         ("POST", "/release_memory_occupation", _release),
         ("POST", "/resume_memory_occupation", _resume),
+        ("POST", "/start_profile", _start_profile),
+        ("POST", "/stop_profile", _stop_profile),
         ("POST", "/fake/fault", _fault),
         ("GET", "/fake/state", _state),
         ("POST", HANDOVER, _handover),
@@ -267,6 +271,27 @@ async def _resume(http: web.Request) -> web.Response:
         die()  # the same: what was not released cannot be removed from the set
     engine.regain(tags)
     return json_response(None)
+
+
+async def _start_profile(http: web.Request) -> web.Response:
+    engine, body = http.app[ENGINE], await body_of(http)
+    fault = engine.faults.strike("profile")
+    if fault is not None and (answer := _play(engine, fault)) is not None:
+        return answer
+    engine.profile_directory = body["output_dir"]
+    return web.Response(text="Start profiling.\n")
+
+
+async def _stop_profile(http: web.Request) -> web.Response:
+    engine = http.app[ENGINE]
+    if engine.profile_directory is not None:
+        directory = Path(engine.profile_directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        event = {"name": "extend", "ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": engine.finished}
+        with gzip.open(directory / "1-TP-0.trace.json.gz", "wb") as file:
+            file.write(orjson.dumps({"traceEvents": [event]}))
+    engine.profile_directory = None
+    return web.Response(text="Stop profiling. This will take some time.\n")
 
 
 # ---- what the real server has not ----

@@ -263,6 +263,19 @@ class EngineClient:
         path, purpose = f"/{verb}_memory_occupation", f"the {verb} of {' and '.join(tags)}"
         await self.command(path, {"tags": tags}, purpose=purpose, repeat=False)
 
+    async def start_profile(self, directory: str) -> None:
+        """Begin a profile with torch's profiler.
+
+        SGLang writes one trace for each of its ranks:
+        https://docs.sglang.io/developer_guide/benchmark_and_profiling.html
+        """
+        body = {"output_dir": directory}
+        await self.command("/start_profile", body, purpose="a profile", repeat=False)
+
+    async def stop_profile(self) -> None:
+        """End the profile; SGLang answers once it is written."""
+        await self.command("/stop_profile", {}, purpose="the end of the profile", repeat=False)
+
     async def is_healthy(self) -> bool:
         """Return whether the engine makes tokens. A paused one does not; see :meth:`is_answering`."""
         self._probes += 1
