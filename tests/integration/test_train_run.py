@@ -214,8 +214,8 @@ def check_metrics(metrics: Sequence[Mapping[str, float]]) -> None:
 def check_directory(directory: Path) -> None:
     assert {path.name for path in directory.iterdir()} == {
         *(".lock", "config.toml", "environment.json", "capabilities.json", "run.json", "report.html"),
-        *("metrics.jsonl", "samples.jsonl", "health.json", "logs", "checkpoints", "hf"),
-        *("timeline.json", "profiles"),
+        *("metrics.jsonl", "samples.jsonl", "distributions.jsonl", "health.json"),
+        *("logs", "checkpoints", "hf", "timeline.json", "profiles"),
     }
     logs = sorted(path.name for path in (directory / "logs").iterdir())
     assert logs == ["actor-0.log", "actor-1.log", "driver.log"]

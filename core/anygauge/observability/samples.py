@@ -10,6 +10,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from anygauge.config import Config
+from anygauge.hub import localized
+from anygauge.observability.token_texts import Decode, token_decoder, token_texts
 from anygauge_hooks import hookimpl
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import RunInfo
@@ -21,6 +24,8 @@ SAMPLES_FILE = "samples.jsonl"
 RECORDED_STEPS = 200
 """About so many steps of a long run are recorded."""
 RANDOM_SAMPLES = 2
+MOST_TOKENS = 400
+"""Tokens of a response that are recorded one by one."""
 
 _LONGEST = {"prompt": 1000, "response": 3000, "label": 300, "error": 1000, "raw_reward": 1000}
 """Characters that are kept of a text."""
@@ -32,13 +37,14 @@ class SampleRecorder:
 
     Each line is one step; the last one of a step counts, where a resumed run has taken it again. What is
     recorded depends on nothing but the step and the samples. Where the file cannot be written, the run goes
-    on without it.
+    on without it. Tokens need the ``tokenizer.json`` of the model; the log-prob of one that the policy did
+    not sample is ``null``.
 
     Example line, with one of the samples::
 
         {"step": 5, "samples": [{"chosen": "best", "prompt": "3+4=", "response": "7", "reward": 1.0,
          "raw_reward": 1.0, "error": null, "length": 2, "finish_reason": "stop", "dataset": "train",
-         "label": "7", "weight_version": 4}]}
+         "label": "7", "weight_version": 4, "tokens": ["7", "<eos>"], "log_probs": [-0.25, -0.01]}]}
     """
 
     def __init__(self) -> None:
@@ -50,7 +56,8 @@ class SampleRecorder:
         step = run.step + 1
         if run.directory in self._failed or not is_recorded(step, run.total_steps):
             return
-        line = json.dumps({"step": step, "samples": sample_rows(groups, step)}, ensure_ascii=False)
+        rows = sample_rows(groups, step, _decoder(run))
+        line = json.dumps({"step": step, "samples": rows}, ensure_ascii=False)
         try:
             # A lone surrogate has no encoding.
             with open(Path(run.directory) / SAMPLES_FILE, "a", encoding="utf-8", errors="replace") as stream:
@@ -70,10 +77,32 @@ def is_recorded(step: int, total: int) -> bool:
     return step % every == 0 or step == total or str(step).rstrip("0") in ("1", "2", "5")
 
 
-def sample_rows(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
-    """Return the chosen samples of a step as JSON types."""
+def sample_rows(groups: Sequence[Group], step: int, decode: Decode | None = None) -> list[dict[str, Any]]:
+    """Return the chosen samples of a step as JSON types.
+
+    :param decode: Decoder of their tokens; ``None`` leaves these out.
+    """
     rewards = [sample.reward for group in groups for sample in group.samples]
-    return [_row(*_find(groups, index), why) for index, why in _chosen(rewards, Random(step)).items()]
+    chosen = [(*_find(groups, index), why) for index, why in _chosen(rewards, Random(step)).items()]
+    return [
+        _row(sample, prompt, why) | ({} if decode is None else _tokens(sample, decode))
+        for sample, prompt, why in chosen
+    ]
+
+
+def _decoder(run: RunInfo) -> Decode | None:
+    if not isinstance(run.config, Config):
+        return None
+    return token_decoder(localized(run.config, download=False, data=False).model.path)
+
+
+def _tokens(sample: Sample, decode: Decode) -> dict[str, Any]:
+    """Return the first tokens of a response and their log-probs."""
+    sampled = zip(sample.log_probs[:MOST_TOKENS], sample.loss_mask, strict=False)
+    return {
+        "tokens": token_texts(sample.response_tokens[:MOST_TOKENS], decode),
+        "log_probs": [_plain(round(value, 3)) if counts else None for value, counts in sampled],
+    }
 
 
 def _chosen(rewards: Sequence[float | None], random: Random) -> dict[int, str]:

@@ -22,6 +22,7 @@ from anygauge.config.rules.file import INPUTS
 from anygauge.disk import ABANDONED, free_name
 from anygauge.failures import on_failure
 from anygauge.health.record import HEALTH_FILE
+from anygauge.observability.distributions import DISTRIBUTIONS_FILE
 from anygauge.observability.jsonl import METRICS_FILE
 from anygauge.observability.profiler import PROFILES
 from anygauge.observability.report.run_files import ENVIRONMENT_FILE
@@ -45,7 +46,7 @@ LOGS_BEFORE = "logs.before"
 """Logs of the run that is about to be overwritten."""
 OWN = (
     *(*MARKS, "config.until-step-*.toml", "capabilities.json", "run.json", "report.html", ".run.json.*"),
-    *(".report.html.*", METRICS_FILE, "samples.jsonl", "*.superseded.jsonl", LOGS),
+    *(".report.html.*", METRICS_FILE, "samples.jsonl", DISTRIBUTIONS_FILE, "*.superseded.jsonl", LOGS),
     *(f"{HEALTH_FILE}*", f".{HEALTH_FILE}.*"),  # with the health.jsonl of earlier versions
     *(TIMELINE_FILE, PROFILES),
     *(CHECKPOINTS, "dumps", "hf", "hf-step-*", "tensorboard", "wandb", ".shared-*", *ABANDONED),

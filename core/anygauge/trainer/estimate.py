@@ -18,7 +18,7 @@ from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.errors import PluginError
 from anygauge_hooks.types import NamedFunction
 
-__all__ = ["estimate"]
+__all__ = ["estimate", "group_advantages"]
 
 
 def estimate(
@@ -63,27 +63,40 @@ def estimate(
 def _of_groups(
     algorithm: Algorithm, estimator: NamedFunction | None, batch: TrainBatch
 ) -> tuple[Tensor, Tensor]:
-    """Return advantage and baseline of each sample, ``[N]``: those of its rollout, and 0 without a reward.
-
-    Equal groups ask the estimator once.
-    """
+    """Return advantage and baseline of each sample, ``[N]``: those of its rollout, and 0 without a reward."""
     if not batch.group_rewards:
         return torch.zeros(len(batch.lengths)), torch.zeros(len(batch.lengths))
-    known: dict[tuple[float, ...], Sequence[float]] = {}
-    advantages: list[float] = []
+    advantages = group_advantages(algorithm, estimator, batch.group_rewards)
     baselines: list[float] = []
     for rewards in batch.group_rewards:
-        scored = tuple(reward for reward in rewards if reward is not None)
-        if scored not in known:
-            known[scored] = _group_advantages(algorithm, estimator, scored)
-        own, mean = iter(known[scored]), fmean(scored) if scored else 0.0
-        advantages += [0.0 if reward is None else next(own) for reward in rewards]
+        scored = [reward for reward in rewards if reward is not None]
+        mean = fmean(scored) if scored else 0.0
         baselines += [0.0 if reward is None else mean for reward in rewards]
     of_rollouts = torch.tensor([advantages, baselines])[:, torch.tensor(batch.rollouts)]
     return of_rollouts[0], of_rollouts[1]
 
 
-def _group_advantages(
+def group_advantages(
+    algorithm: Algorithm, estimator: NamedFunction | None, group_rewards: Sequence[Sequence[float | None]]
+) -> list[float]:
+    """Return the advantage of each rollout within its group, end to end; 0 without a reward.
+
+    Equal groups ask the estimator once.
+
+    :param estimator: All advantages are 0 unless it is one of groups.
+    """
+    known: dict[tuple[float, ...], Sequence[float]] = {}
+    advantages: list[float] = []
+    for rewards in group_rewards:
+        scored = tuple(reward for reward in rewards if reward is not None)
+        if scored not in known:
+            known[scored] = _scored_advantages(algorithm, estimator, scored)
+        own = iter(known[scored])
+        advantages += [0.0 if reward is None else next(own) for reward in rewards]
+    return advantages
+
+
+def _scored_advantages(
     algorithm: Algorithm, estimator: NamedFunction | None, rewards: Sequence[float]
 ) -> Sequence[float]:
     if not rewards or estimator is None or estimator.kind != "group":

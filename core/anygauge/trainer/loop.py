@@ -12,15 +12,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
 from anygauge.algorithms.on_policy import ON_POLICY
 from anygauge.config import Config
 from anygauge.config.roles import critic_config
-from anygauge.config.rules.algorithm import has_critic
+from anygauge.config.rules.algorithm import estimator, has_critic
 from anygauge.data.balance import free
 from anygauge.hub import localized
+from anygauge.observability.distributions import record_distributions
+from anygauge.observability.evaluation import group_numbers
 from anygauge.observability.logs import summary
 from anygauge.observability.memory import driver_memory
 from anygauge.observability.metric_functions import custom_metrics, metric_functions
@@ -50,6 +53,7 @@ from anygauge.run_directory.dumps import (
 from anygauge.run_directory.write_progress import expected_bytes
 from anygauge.runtime.worker_group import PendingCall
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
+from anygauge.trainer.estimate import group_advantages
 from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.health import HealthMonitor, health_metrics
 from anygauge.trainer.plan import conversation_batch, plan_metrics, plan_steps, rollout_batch
@@ -256,11 +260,13 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     loop.groups = groups
     version = None if replays_rollouts(config) else loop.session.state.version
     trained_on = groups if version is None else mask_stale(groups, version, config.algorithm.mask_stale)
-    training = None
+    training, batch = None, None
     if loop.session.components.trains and are_any_scored(trained_on):
-        training = start_training(loop, step, rollout_batch(trained_on, version))
+        batch = rollout_batch(trained_on, version)
+        training = start_training(loop, step, batch)
     # While the workers train, the driver does what needs nothing of them.
     loop.session.plugins.notify("after_rollout", run=loop.info, groups=groups)
+    record(loop, step, groups, batch)
     read_ahead(loop, step)
     if config.debug.dump_rollouts:
         write_groups(rollout_path(loop.dumps, step), trained_on, loop.model)
@@ -274,6 +280,23 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     work = StepWork.of_groups(groups, *loop.flops)
     trained = {} if training is None else finish_training(loop, training)
     return {**trained, **sampled, **measure(loop, work, started, reward=reward_s)}
+
+
+def record(loop: Loop, step: int, groups: Sequence[Group], batch: TrainBatch | None) -> None:
+    """Record the distributions of a step, with advantages where the estimator is one of groups."""
+    config = loop.config
+    numbers = group_numbers(groups, partial(raw_number, reward=config.reward))
+    named = estimator(config, loop.session.plugins)
+    advantages: Sequence[float] = ()
+    if batch is not None and named is not None and named.kind == "group":
+        advantages = group_advantages(config.algorithm, named, batch.group_rewards)
+    values = {
+        "reward": chain.from_iterable(numbers),
+        "prompt_reward": [fmean(each) for each in numbers if each],
+        "length": (len(sample.response_tokens) for group in groups for sample in group.samples),
+        "advantage": advantages,
+    }
+    record_distributions(Path(loop.info.directory), step, loop.info.total_steps, values)
 
 
 def media_tokens(groups: Sequence[Group]) -> float:

@@ -20,6 +20,7 @@ from anygauge.data.media.loader import LoadedSource, MediaLoader
 from anygauge.hub import localized
 from anygauge.observability.logs import driver_log
 from anygauge.observability.phases import record_phase, take_phases
+from anygauge.observability.run_facts import run_facts
 from anygauge.observability.timeline import TIMELINE_FILE, Timeline
 from anygauge.observability.trackers import open_tracker, tracker_names
 from anygauge.plugins import Plugins
@@ -96,7 +97,8 @@ def train_started(
     config = loaded.config
     inputs = read_inputs(config, plugins)
     started.processes.times.note("data")
-    facts = plugins.environment()
+    secrets = secret_values(config)
+    facts = run_facts(secrets) | plugins.environment()
     directory = started.directory.open(facts)
     state = RunState(
         run_info(loaded, directory.path, facts),
@@ -107,7 +109,6 @@ def train_started(
         fresh = state.source
         state.restore(directory.checkpoint.state)
         _restore_source(inputs.source, state, fresh, config)
-    secrets = secret_values(config)
     log = driver_log(directory.path, backend=state.info.where, secrets=secrets)
     with log, ExitStack() as stack, notify_observers(plugins, state):
         take_phases()  # those of an earlier run of this process

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from anygauge.config import Config
 from anygauge.observability.report import plugin
 from anygauge.observability.samples import SAMPLES_FILE, SampleRecorder, is_recorded, shorten
+from anygauge.observability.token_texts import token_texts
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import RunInfo
 
@@ -80,6 +84,30 @@ def test_best_worst_random_and_unscored_samples_are_recorded(run: RunInfo, read:
     }
     assert chosen["worst"]["response"] == "response 0.2"
     assert chosen["failed"]["reward"] is None
+
+
+def test_tokens_are_recorded_with_their_log_probs(run: RunInfo, read: Read, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    Tokenizer(WordLevel({"?": 0, "x": 1, "7": 2, "<eos>": 3}, unk_token="?")).save(
+        str(model / "tokenizer.json")
+    )
+    config = Config.model_validate(
+        {"run": {"name": "r"}, "model": {"path": str(model)}, "data": {"train": []}}
+    )
+    groups = make_groups([[0.5]], log_probs=(-0.12345, 0.0), loss_mask=(1, 0))
+    SampleRecorder().after_rollout(run=replace(run, config=config), groups=groups)
+    (sample,) = read()[0]["samples"]
+    assert (sample["tokens"], sample["log_probs"]) == (["7", " <eos>"], [-0.123, None])
+
+
+def test_the_text_of_a_token_is_what_it_adds() -> None:
+    tokens = list("aé\U0001f600 b".encode())
+    texts = token_texts(tokens, lambda own: bytes(own).decode(errors="replace"))
+    assert texts == ["a", "", "é", "", "", "", "\U0001f600", " ", "b"]
+    words = ["\u2581one", "\u2581two"]  # sentencepiece drops the first space of a text
+    texts = token_texts([0, 1, 1], lambda own: "".join(words[i] for i in own).replace("\u2581", " ").lstrip())
+    assert texts == ["one", " two", " two"]
 
 
 def test_a_step_gives_the_same_samples_again(run: RunInfo, read: Read) -> None:

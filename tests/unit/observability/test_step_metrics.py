@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,8 +11,10 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.config.roles import Components
+from anygauge.observability.distributions import DISTRIBUTIONS_FILE
 from anygauge.trainer import loop as module
 from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_hooks.types import NamedFunction
 
 PROMPT = Prompt(
     index=0, tokens=(1,), text="1+1=", dataset="sums", response=(2, 3), loss_mask=(1, 1), label="2"
@@ -32,7 +35,7 @@ SAMPLE = Sample(
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> module.Loop:
+def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> module.Loop:
     """Return a loop without workers, whose next prompt is of one data set of two."""
     config = Config.model_validate(
         {
@@ -46,13 +49,16 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> module.Loop:
     monkeypatch.setattr(module, "finish_training", lambda *_: {"train/loss": 0.5})
     monkeypatch.setattr(module, "read_ahead", lambda *_: None)
     monkeypatch.setattr(module, "measure", lambda *_, **__: {})
-    monkeypatch.setattr(module, "rollout_batch", lambda *_: [])
+    batch = SimpleNamespace(group_rewards=[[1.0, 0.0], [None]])
+    monkeypatch.setattr(module, "rollout_batch", lambda *_: batch)
     groups = [Group(prompt=PROMPT, samples=(SAMPLE,))]
     rollouts = SimpleNamespace(collect=lambda step: (groups, 0.0), metrics=dict)
-    plugins = SimpleNamespace(notify=lambda *_, **__: None)
+    centred = NamedFunction(name="centred", fn=lambda rewards_G: rewards_G - rewards_G.mean(), kind="group")
+    plugins = SimpleNamespace(notify=lambda *_, **__: None, find=lambda *_: centred)
     components, state = Components(trains=True, generates=True), SimpleNamespace(version=2)
     session = SimpleNamespace(plugins=plugins, components=components, state=state, media=None)
-    fields: dict[str, Any] = {"config": config, "session": session, "next_prompts": (PROMPT,), "info": None}
+    fields: dict[str, Any] = {"config": config, "session": session, "next_prompts": (PROMPT,)}
+    fields["info"] = SimpleNamespace(directory=str(tmp_path), total_steps=100)
     fields |= {"flops": (lambda length: 1.0, None, ()), "rollouts": rollouts}
     return cast(module.Loop, SimpleNamespace(**fields))
 
@@ -67,6 +73,17 @@ def test_a_step_of_rollouts(loop: module.Loop) -> None:
     metrics = module.train_on_rollouts(loop, 1)
     assert metrics["rollout/sums/raw_reward"] == 1.0
     assert metrics["rollout/lag/max"] == 2
+
+
+def test_a_step_of_rollouts_records_its_distributions(loop: module.Loop, tmp_path: Path) -> None:
+    for step in (1, 3):  # the samples of step 3 of 100 are recorded too, unlike those of 1001 of 2000
+        module.train_on_rollouts(loop, step)
+    cast(Any, loop).info.total_steps = 2000
+    module.train_on_rollouts(loop, 1001)
+    lines = [json.loads(line) for line in (tmp_path / DISTRIBUTIONS_FILE).read_text().splitlines()]
+    counts = {"reward": [[1.0, 1]], "prompt_reward": [[1.0, 1]], "length": [[1.0, 1]]}
+    advantage = [[-0.5, 1], [0.0, 1], [0.5, 1]]
+    assert lines == [{"step": step, **counts, "advantage": advantage} for step in (1, 3)]
 
 
 @pytest.mark.parametrize(("max_lag", "trains"), [(None, True), (2, True), (1, False)])
