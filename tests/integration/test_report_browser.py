@@ -18,6 +18,8 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from anygauge.config import Config
 from anygauge.config.load import write_resolved
@@ -40,10 +42,22 @@ addEventListener("load", () => {
   box.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY: top + 5, bubbles: true }));
   document.querySelector("[data-move='-1']").click();
   const text = (selector) => [...document.querySelectorAll(selector)].map((e) => e.textContent);
+  const step = text(".stepper output"), steps = () => text("details.step:not([hidden]) > summary").length;
+  const shown = steps(), search = document.querySelector("[type=search]");
+  const tokens = document.querySelector("details.step:not([hidden]) details.tokens");
+  tokens.dispatchEvent(new Event("toggle"));
+  const find = (wanted) => {
+    search.value = wanted;
+    search.dispatchEvent(new Event("input"));
+    const found = document.querySelectorAll("article.sample:not([hidden])").length;
+    return [document.querySelector(".matches").textContent, steps(), found];
+  };
   document.documentElement.dataset.seen = JSON.stringify({
     values: text("#chart-reward output"),
-    step: text(".stepper output"),
-    shown: [...document.querySelectorAll("details.step:not([hidden])")].map((e) => e.dataset.step),
+    step,
+    shown,
+    found: [find("BOLD"), find("no such"), find("")],
+    tokens: [...tokens.querySelectorAll("span")].map((e) => [e.className, e.textContent]),
     resources: performance.getEntriesByType("resource").map((entry) => entry.name),
     overflow: document.documentElement.scrollWidth - innerWidth,
     errors: window.seen,
@@ -88,11 +102,13 @@ def browse(chromium: str, tmp_path: Path) -> Browse:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the report of a run that its observers have seen from begin to end."""
-    directory = tmp_path_factory.mktemp("run")
+    directory, model = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("model")
+    words = WordLevel({"<b>": 0, "\0": 1}, unk_token="<b>")
+    Tokenizer(words).save(str(model / "tokenizer.json"))
     config = Config.model_validate(
         {
             "run": {"name": "seen", "steps": STEPS},
-            "model": {"path": "models/tiny"},
+            "model": {"path": str(model)},
             "data": {"train": ["train.jsonl"]},
             "reward": {"function": "math"},
         }
@@ -143,10 +159,10 @@ def group(step: int) -> Group:
         Sample(
             prompt_index=0,
             prompt_tokens=(1,),
-            response_tokens=(2,),
-            log_probs=(0.0,),
-            loss_mask=(1,),
-            weight_versions=(step,),
+            response_tokens=(0, 1),
+            log_probs=(-0.5, 0.0),
+            loss_mask=(1, 0),
+            weight_versions=(step, step),
             text=text,
             finish_reason="stop",
             seed=index,
@@ -167,7 +183,8 @@ def test_the_page_loads_without_an_error_and_draws_every_point(report: Path, bro
     layers = re.findall(r'<path class="(\w+) c(\d)" data-points="(\d+)" d="([^"]*)"', figure[0])
     drawn = {(kind, colour): len(re.findall("[ML]", path)) for kind, colour, _, path in layers}
     assert drawn == {
-        **{("faint", "0"): STEPS, ("line", "0"): STEPS, ("faint", "1"): STEPS, ("line", "1"): STEPS},
+        **{("faint", colour): STEPS for colour in "01"},
+        **{("line", colour): STEPS - 8 for colour in "01"},  # a mean of nine points
         **{("line", "2"): 4, ("dots", "2"): 4},
     }
 
@@ -176,7 +193,7 @@ def test_an_sft_run_begins_with_its_losses(browse: Browse, tmp_path: Path) -> No
     (tmp_path / "config.toml").write_text('[run]\nname = "chats"\ntask = "sft"\n')
     tracker = JsonlTracker(tmp_path / METRICS_FILE)
     for step in (1, 2, 3):
-        tracker.log({"train/loss": 1 / step, "train/tokens": 9, "eval/held-out-loss": 2 / step}, step=step)
+        tracker.log({"train/loss": 1 / step, "train/tokens": step, "eval/held-out-loss": 2 / step}, step=step)
     tracker.close()
     done = browse(write_report(tmp_path), "--dump-dom")
     assert "CONSOLE" not in done.stderr
@@ -196,7 +213,9 @@ def test_the_pointer_reads_values_and_samples_change_by_step(
     assert json.loads(unescape(attribute[1])) == {
         "values": ["50", "0.3906", "0.2656", "0.15"],
         "step": ["step 119"],
-        "shown": ["119"],
+        "shown": 1,
+        "found": [["120 of 360 samples", 120, 120], ["0 of 360 samples", 0, 0], ["", 1, 360]],
+        "tokens": [["token", "<b>"], ["given", " \\x00"]],
         "resources": [],
         "overflow": 0,
         "errors": [],

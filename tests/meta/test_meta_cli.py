@@ -25,7 +25,7 @@ SURFACE = {
     "train": ["config", "--backend", "--resume", "--overwrite", "--dry-run", "--no-file-check", "--keys"],
     "eval": ["config", "--checkpoint", "--backend", "--out"],
     "launch": ["config", "--nodes", "--devices", "--head", "--backend", "--run", "--print-head"],
-    "report": ["directory", "--out"],
+    "report": ["directories", "--out"],
     "doctor": ["--backend", "--json", "--timeout"],
     "keys": ["words", "--json", "--schema"],
     "hooks": ["--backend", "--json", "--strict"],

@@ -141,13 +141,16 @@ def test_thinning_keeps_ends_and_extremes(values: list[float | None], most: int)
         assert (min(shown), max(shown)) == (min(numbers), max(numbers))
 
 
-def test_smoothing_is_centred_and_passes_over_gaps() -> None:
+def test_smoothing_is_centred_passes_over_gaps_and_ends_half_a_window_early() -> None:
     line = [(step, float(step)) for step in range(100)]
-    assert smooth(line, 11, 1000) == line
-    gap = [(0, 1.0), (1, None), (2, 3.0)]
-    assert smooth(gap, 3, 10) == [(0, 1.0), (1, 2.0), (2, 3.0)]
-    assert [step for step, _ in smooth(line, 11, 10)] == list(range(9, 100, 10))
-    assert smooth([(1, None)], 3, 10) == [(1, None)]
+    assert smooth(line, 11, 1000) == line[5:-5]
+    assert smooth([(0, 1.0), (1, None), (2, 3.0)], 3, 10) == [(1, 2.0)]
+    assert [step for step, _ in smooth(line, 11, 10)] == list(range(13, 95, 9))
+    assert smooth([(1, None)], 1, 10) == [(1, None)]
+    noisy = [(step, float(step % 2)) for step in range(99)] + [(99, 50.0)]
+    smoothed = smooth(noisy, 11, 1000)
+    assert smoothed[-1] == (94, (5 + 50.0) / 11)  # of a whole window: no hook up to the last point
+    assert smoothed[0] == (5, 5 / 11)
 
 
 @pytest.mark.parametrize(

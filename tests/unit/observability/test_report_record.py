@@ -74,6 +74,31 @@ def test_a_run_is_recorded_from_its_begin_to_its_end(run: RunInfo, tmp_path: Pat
     assert part["started"] <= part["ended"]
 
 
+def test_the_report_of_a_running_run_is_written_now_and_then(
+    run: RunInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(plugin.time, "monotonic", lambda: clock[-1])
+    page = tmp_path / REPORT_FILE
+    plugin.before_train(run=run)
+    for seconds, is_due in ((129.0, False), (130.0, True), (159.0, False), (160.0, True)):
+        clock.append(seconds)
+        page.unlink(missing_ok=True)
+        plugin.after_train_step(run=run, metrics={})
+        assert page.exists() is is_due
+    assert "Running" in page.read_text()
+    tmp_path.rename(moved := tmp_path.with_name("moved"))
+    tmp_path.mkdir()  # somebody else's
+    clock.append(500.0)
+    plugin.after_train_step(run=run, metrics={})
+    assert not page.exists()
+    tmp_path.rmdir()
+    moved.rename(tmp_path)
+    plugin.after_train(run=run)
+    plugin.after_train_step(run=run, metrics={})
+    assert "Running" not in page.read_text()
+
+
 def test_the_error_that_ended_a_run_heads_its_page(run: RunInfo, tmp_path: Path) -> None:
     plugin.before_train(run=run)
     plugin.on_error(run=run, error=RolloutError("The engine is <gone>.", hint="Start it."))

@@ -1,16 +1,19 @@
-"""The run report: one HTML page that shows a run, also while it is running."""
+"""The run report: one HTML page that shows a run, also while it is running, and one that compares runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from anygauge.disk import replace_file
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["REPORT_FILE", "write_report"]
+__all__ = ["MOST_RUNS", "REPORT_FILE", "write_comparison", "write_report"]
 
 REPORT_FILE = "report.html"
 """Name of the page in the run directory."""
+MOST_RUNS = 8
+"""Runs that one page compares: as many as there are colours."""
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
@@ -23,8 +26,29 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     from anygauge.observability.report.page import render_page
     from anygauge.observability.report.run_files import read_run
 
-    page = render_page(read_run(directory))
-    target = directory / REPORT_FILE if out is None else out
+    return _write(render_page(read_run(directory)), directory / REPORT_FILE if out is None else out)
+
+
+def write_comparison(directories: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the comparison of runs and return its path.
+
+    :param directories: Directories of two runs or more.
+    :param out: The page; ``None`` takes ``compare-A-B.html`` beside the first directory.
+    :raises CheckpointError: One is no run directory, there are too many, or the page cannot be written.
+    """
+    from anygauge.observability.report.compare import render_comparison
+    from anygauge.observability.report.run_files import read_run
+
+    if len(directories) > MOST_RUNS:
+        raise CheckpointError(
+            f"{len(directories)} runs are too many for one page.", hint=f"Name {MOST_RUNS} at most."
+        )
+    names = "-".join(directory.resolve().name for directory in directories)
+    target = directories[0].parent / f"compare-{names[:200]}.html" if out is None else out
+    return _write(render_comparison([read_run(each) for each in directories]), target)
+
+
+def _write(page: str, target: Path) -> Path:
     try:
         replace_file(target, page)
     except OSError as error:

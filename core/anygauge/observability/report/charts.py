@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anygauge.observability.report.catalog import ChartSpec, Section
 from anygauge.observability.report.metrics_file import Metrics, Series
@@ -42,6 +42,8 @@ COLOURS = 8
 _SMOOTHED = 100
 """A series of more points is drawn as a smoothed line over faint points."""
 _SPARK_POINTS = 60
+_FEW = 3
+"""Points below which a series is drawn even if all of them are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Line:
     """A series in the legend and in the read-out."""
 
     metric: str
+    """Empty for one that is no metric of the page, and has no read-out."""
     label: str
     colour: int
     marked: bool = False
@@ -89,16 +92,21 @@ class Chart:
     lines: Sequence[Line]
     wide: bool = False
     notes: Sequence[str] = ()
+    over_steps: bool = True
+    """Whether steps are on the axis, and the page can read out the values of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SectionView:
-    """The charts of a section, and the titles of those whose metrics were not recorded."""
+    """The charts of a section, and those that are not drawn."""
 
     key: str
     title: str
     charts: Sequence[Chart]
     missing: Sequence[str]
+    """Titles of those whose metrics were not recorded."""
+    constant: Sequence[str]
+    """Titles and values of those whose metrics never changed."""
 
 
 def draw_sections(metrics: Metrics, sections: Sequence[Section]) -> list[SectionView]:
@@ -108,10 +116,22 @@ def draw_sections(metrics: Metrics, sections: Sequence[Section]) -> list[Section
 
 
 def _section(section: Section, metrics: Metrics, steps: Range) -> SectionView:
-    drawn = {spec.title: _draw(spec, metrics, steps) for spec in section.charts}
-    charts = [chart for chart in drawn.values() if chart is not None]
-    missing = [title for title, chart in drawn.items() if chart is None]
-    return SectionView(section.key, section.title, charts, missing)
+    lines = {spec: list(_lines(spec, metrics)) for spec in section.charts}
+    missing = [spec.title for spec, own in lines.items() if not own]
+    constant = {spec: text for spec, own in lines.items() if own and (text := _constant(own, metrics))}
+    charts = [_draw(spec, own, metrics, steps) for spec, own in lines.items() if own and spec not in constant]
+    listed = [f"{spec.title} ({text})" for spec, text in constant.items()]
+    return SectionView(section.key, section.title, charts, missing, listed)
+
+
+def _constant(lines: Sequence[Line], metrics: Metrics) -> str:
+    """Return the values of a chart whose lines are all flat; nothing for any other one."""
+    values = [[value for _, value in metrics.series[line.metric].numbers] for line in lines]
+    if any(len(each) < _FEW or min(each) < max(each) for each in values):
+        return ""
+    shown = [format_number(each[0]) for each in values]
+    named = (f"{line.label} {value}" for line, value in zip(lines, shown, strict=True))
+    return shown[0] if len(lines) == 1 else ", ".join(named)
 
 
 def all_steps(metrics: Metrics) -> Range:
@@ -120,12 +140,9 @@ def all_steps(metrics: Metrics) -> Range:
     return Range(first, max(metrics.last_step, first + 1))
 
 
-def _draw(spec: ChartSpec, metrics: Metrics, steps: Range) -> Chart | None:
-    lines = list(_lines(spec, metrics))
+def _draw(spec: ChartSpec, lines: Sequence[Line], metrics: Metrics, steps: Range) -> Chart:
     shown = lines[:COLOURS]
     values = [value for line in shown for _, value in metrics.series[line.metric].numbers]
-    if not values:
-        return None
     y = value_range(values, spec.floor, spec.ceiling)
     return Chart(
         key=spec.key,
@@ -139,15 +156,24 @@ def _draw(spec: ChartSpec, metrics: Metrics, steps: Range) -> Chart | None:
         layers=[each for line in reversed(shown) for each in _layers(line, metrics, steps, y)],
         lines=shown,
         wide=spec.wide,
-        notes=[*outside(values, y), *_hidden(shown, metrics), *_too_many(lines[COLOURS:])],
+        notes=[*outside(values, y), *_too_many(lines[COLOURS:])],
     )
 
 
 def _lines(spec: ChartSpec, metrics: Metrics) -> Iterator[Line]:
-    matches = [(*match, lines.marked) for lines in spec.lines for match in lines.find(metrics.series)]
-    recorded = [match for match in matches if metrics.series[match[0]].numbers]
-    for colour, (metric, label, marked) in enumerate(recorded):
-        yield Line(metric, label.replace("_", " ").strip() if not marked else label, colour, marked)
+    """Yield the lines of a chart; metrics that are equal at every step share one."""
+    lines: dict[Series, Line] = {}
+    for pattern in spec.lines:
+        for metric, label in pattern.find(metrics.series):
+            series = metrics.series[metric]
+            # A label that is not the catalog's own is the name of a data set, or of a run.
+            is_word = not pattern.marked and "\\" in pattern.label
+            named = label.replace("_", " ").strip() if is_word else label
+            if (same := lines.get(series)) is not None:
+                lines[series] = replace(same, label=f"{same.label}, {named}")
+            elif series.numbers:
+                lines[series] = Line(metric, named, len(lines), pattern.marked)
+    yield from lines.values()
 
 
 def _layers(line: Line, metrics: Metrics, x: Range, y: Range) -> Iterator[Layer]:
@@ -185,16 +211,6 @@ def outside(values: Sequence[float], y: Range) -> Iterator[str]:
         count = f"{len(left_out)} points are" if len(left_out) > 1 else "1 point is"
         farthest = max(left_out, key=lambda value: max(value - y.high, y.low - value))
         yield f"{count} outside this range, the farthest at {format_number(farthest)}."
-
-
-def _hidden(lines: Sequence[Line], metrics: Metrics) -> Iterator[str]:
-    """Yield a sentence about each line that lies under another one."""
-    for index, line in enumerate(lines):
-        same = [
-            above for above in lines[:index] if metrics.series[above.metric] == metrics.series[line.metric]
-        ]
-        if same:
-            yield f"{line.label!r} is the same as {same[0].label!r}."
 
 
 def _too_many(lines: Sequence[Line]) -> Iterator[str]:

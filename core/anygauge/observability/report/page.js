@@ -1,4 +1,5 @@
-// Reads values under the pointer, and shows the samples of one step at a time. The page is complete without it.
+// Reads values under the pointer, shows the samples of one step at a time, searches in them, and shows the log-probs
+// of their tokens. All else in the page is there without it.
 (() => {
   "use strict";
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -21,7 +22,7 @@
     return low > 0 && place - axis[low - 1] <= axis[low] - place ? low - 1 : low;
   };
 
-  for (const chart of document.querySelectorAll(".chart")) {
+  for (const chart of document.querySelectorAll(".chart[data-x0]")) {
     const box = chart.querySelector(".box"), cursor = chart.querySelector(".cursor");
     const x0 = Number(chart.dataset.x0), x1 = Number(chart.dataset.x1);
     const at = chart.querySelector(".at output");
@@ -58,21 +59,63 @@
   }
 
   const stepper = document.querySelector(".stepper");
+  const search = document.querySelector("[type=search]"), all = document.querySelector("[type=checkbox]");
+
+  // The page of a running run is written anew; it is not taken away from a reader who is searching or selecting.
+  const seconds = Number(document.documentElement.dataset.live);
+  if (seconds) {
+    const made = document.querySelector("[data-made]"), age = (Date.now() / 1000 - made.dataset.made) / 60;
+    made.textContent = age < 1.5 ? "Updated just now." : `Updated ${Math.round(age)} minutes ago.`;
+    setInterval(() => {
+      const busy = search?.value || all?.checked || !getSelection().isCollapsed || document.querySelector("details.tokens[open]");
+      if (!document.hidden && !busy) location.reload();
+    }, 1000 * seconds);
+  }
+
+  // Tokens become elements when they are looked at: a long run has many.
+  for (const view of document.querySelectorAll("details.tokens")) {
+    view.hidden = false;
+    view.addEventListener("toggle", () => {
+      const target = view.querySelector("div"), [texts, logProbs] = data.tokens[view.dataset.sample];
+      if (target.firstChild) return;
+      texts.forEach((text, index) => {
+        const token = document.createElement("span"), logProb = logProbs[index];
+        token.textContent = text;
+        token.title = logProb === null ? "not sampled" : `log-prob ${format(logProb)}, probability ${format(Math.exp(logProb))}`;
+        token.className = logProb === null ? "given" : "token";
+        if (logProb !== null) token.style.setProperty("--doubt", `${Math.round(70 * (1 - Math.exp(logProb)))}%`);
+        target.append(token);
+      });
+    });
+  }
+
   if (!stepper) return;
   const steps = [...document.querySelectorAll("details.step")].reverse();
-  const range = stepper.querySelector("[type=range]"), all = stepper.querySelector("[type=checkbox]");
+  const range = stepper.querySelector("[type=range]"), matches = stepper.querySelector(".matches");
+  const texts = new Map();
+  for (const sample of document.querySelectorAll("article.sample")) texts.set(sample, sample.textContent.toLowerCase());
   const select = () => {
+    const wanted = search.value.trim().toLowerCase();
+    let count = 0;
     for (const [index, step] of steps.entries()) {
+      let found = 0;
+      for (const sample of step.querySelectorAll("article.sample")) {
+        sample.hidden = !texts.get(sample).includes(wanted);
+        found += !sample.hidden;
+      }
       const chosen = index === Number(range.value);
-      step.hidden = !chosen && !all.checked;
-      step.open = chosen;
+      step.hidden = wanted ? !found : !chosen && !all.checked;
+      step.open = wanted ? found > 0 : chosen;
+      count += found;
     }
+    matches.textContent = wanted ? `${count} of ${texts.size} samples` : "";
     stepper.querySelector("output").textContent = `step ${steps[range.value].dataset.step}`;
   };
   for (const button of stepper.querySelectorAll("button")) {
     button.addEventListener("click", () => { range.value = Number(range.value) + Number(button.dataset.move); select(); });
   }
   range.addEventListener("input", select);
+  search.addEventListener("input", select);
   all.addEventListener("change", select);
   stepper.hidden = false;
   select();

@@ -16,39 +16,68 @@ from anygauge.observability.control_characters import visible
 from anygauge.observability.report.catalog import SECTIONS, SFT_SECTIONS
 from anygauge.observability.report.charts import draw_sections, sparkline
 from anygauge.observability.report.health import health_box
+from anygauge.observability.report.histograms import draw_histograms
 from anygauge.observability.report.metrics_file import Series, page_data
 from anygauge.observability.report.phases import draw_phases, phase_rows
 from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
-from anygauge.observability.report.summary import facts, standing, tiles
+from anygauge.observability.report.summary import facts, run_name, standing, tiles, verdict
 from anygauge.observability.report.texts import config_tables, sample_steps
 from anygauge.observability.report.timeline import draw_timeline
 from anygauge.version import __version__
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment
 
-__all__ = ["render_page"]
+__all__ = ["last_value", "page_json", "render", "render_page"]
 
 _HERE = Path(__file__).parent
+LIVE_S = 30
+"""Seconds after which the page of a running run reloads itself."""
 
 
 def render_page(files: RunFiles, now: datetime | None = None) -> str:
     """Return the page of a run.
 
-    :param now: When it is made; default: now.
+    :param now: Time of creation; default: now.
+    """
+    created_at = now or datetime.now(UTC)
+    steps = sample_steps(files.samples)
+    tokens = {
+        f"{step.step}/{index}": [list(each) for each in zip(*sample.tokens, strict=True)]
+        for step in steps
+        for index, sample in enumerate(step.samples)
+        if sample.tokens
+    }
+    data = page_data(files.metrics)
+    content = _content(files, created_at) | {"sample_steps": steps, "every": data["every"]}
+    return render("page.html", content, data | {"tokens": tokens}, created_at)
+
+
+def render(template: str, content: Mapping[str, Any], data: Any, created_at: datetime) -> str:
+    """Return a page with its style, its script and the data that the script reads.
+
+    :param template: Name of the file.
     """
     script = (_HERE / "page.js").read_text(encoding="utf-8")
-    return _template().render(
-        _content(files, now or datetime.now(UTC)),
-        style=(_HERE / "page.css").read_text(encoding="utf-8"),
-        script=script,
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    return (
+        _templates()
+        .get_template(template)
+        .render(
+            {"live": None, **content},
+            version=__version__,
+            made=created_at.strftime("%Y-%m-%d %H:%M:%S UTC"),
+            made_at=int(created_at.timestamp()),
+            data=page_json(data),
+            style=(_HERE / "page.css").read_text(encoding="utf-8"),
+            script=script,
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        )
     )
 
 
 @cache
-def _template() -> Template:
+def _templates() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -59,18 +88,18 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters |= {"visible": visible, "seconds": _seconds}
-    return environment.get_template("page.html")
+    return environment
 
 
 def _content(files: RunFiles, created_at: datetime) -> dict[str, Any]:
     metrics = files.metrics
     heads = tiles(files)
-    data = page_data(metrics)
+    now_at = standing(files)
     return {
-        "name": visible(_name(files)),
-        "version": __version__,
-        "made": created_at.strftime("%Y-%m-%d %H:%M UTC"),
-        "standing": standing(files),
+        "name": run_name(files),
+        "standing": now_at,
+        "live": LIVE_S if now_at.kind == "running" else None,
+        "verdict": verdict(files, created_at),
         "health": health_box(files.health),
         "facts": facts(files, created_at),
         "tiles": heads,
@@ -78,13 +107,13 @@ def _content(files: RunFiles, created_at: datetime) -> dict[str, Any]:
         "missing": files.missing,
         "sections": draw_sections(metrics, SFT_SECTIONS if files.task == "sft" else SECTIONS),
         "has_samples": files.task != "sft" or bool(files.samples),
+        "histograms": draw_histograms(files.distributions),
         "phases": draw_phases(metrics),
         "phase_rows": phase_rows(metrics),
         "timeline": draw_timeline(files.directory),
         "all_metrics": [_metric_row(name, series) for name, series in sorted(metrics.series.items())],
         "sparks": {tile.metric: sparkline(metrics.series[tile.metric]) for tile in heads},
-        "last": {name: _last(series) for name, series in metrics.series.items()},
-        "sample_steps": sample_steps(files.samples),
+        "last": {name: last_value(series) for name, series in metrics.series.items()},
         "recorded_steps": len(files.samples),
         "kernels": [_kernel_row(row) for row in _rows(files.capabilities, "kernels")],
         "hooks": list(_hook_rows(files.capabilities)),
@@ -92,8 +121,6 @@ def _content(files: RunFiles, created_at: datetime) -> dict[str, Any]:
         "config": config_tables(files.config_text, files.config),
         "environment": files.environment,
         "log_tail": visible(files.log_tail),
-        "data": page_json(data),
-        "every": data["every"],
     }
 
 
@@ -112,13 +139,8 @@ def _seconds(value: float) -> str:
     return f"{format_number(value)} s" if value >= 1 else f"{format_number(1000 * value)} ms"
 
 
-def _name(files: RunFiles) -> str:
-    run = files.config.get("run")
-    name = run.get("name") if isinstance(run, Mapping) else None
-    return str(name or (files.record or {}).get("name") or files.directory.resolve().name)
-
-
-def _last(series: Series) -> str:
+def last_value(series: Series) -> str:
+    """Return the last number of a metric as text."""
     numbers = series.numbers
     return format_number(numbers[-1][1], 4) if numbers else "\N{EN DASH}"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from anygauge.disk import parse_toml, read_json
 from anygauge.health.record import HEALTH_FILE, Health, read_health
+from anygauge.observability.distributions import DISTRIBUTIONS_FILE
 from anygauge.observability.jsonl import METRICS_FILE
 from anygauge.observability.report.metrics_file import Metrics, read_metrics
 from anygauge.observability.report.run_record import RECORD_FILE, read_record
@@ -37,6 +38,8 @@ class RunFiles:
     metrics: Metrics = field(default_factory=lambda: Metrics({}))
     samples: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Samples by step, ascending."""
+    distributions: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Distributions by step, ascending."""
     health: Health | None = None
     """State of the health rules; ``None`` before the first step."""
     config_text: str = ""
@@ -72,6 +75,7 @@ def read_run(directory: Path) -> RunFiles:
         )
     _read_metrics(files)
     _read_samples(files)
+    files.distributions = _read_steps(files, DISTRIBUTIONS_FILE, dict)
     _read_health(files)
     files.log_tail = _tail(directory / DRIVER_LOG)
     written = [path for name in (METRICS_FILE, DRIVER_LOG) if (path := directory / name).is_file()]
@@ -145,23 +149,26 @@ def _read_metrics(files: RunFiles) -> None:
 
 
 def _read_samples(files: RunFiles) -> None:
-    path = files.directory / SAMPLES_FILE
-    if not path.is_file():
-        if files.task != "sft":
-            files.missing.append(f"There is no {SAMPLES_FILE}.")
-        return
-    steps: dict[int, Sequence[Mapping[str, Any]]] = {}
+    if not (files.directory / SAMPLES_FILE).is_file() and files.task != "sft":
+        files.missing.append(f"There is no {SAMPLES_FILE}.")
+    files.samples = _read_steps(files, SAMPLES_FILE, lambda row: [dict(each) for each in row["samples"]])
+
+
+def _read_steps(files: RunFiles, name: str, read: Callable[[Mapping[str, Any]], Any]) -> dict[int, Any]:
+    """Return what is read from each line of a file by its step, ascending; nothing where there is no file."""
+    steps: dict[int, Any] = {}
     broken = 0
-    for line in path.read_bytes().split(b"\n"):
+    path = files.directory / name
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
             row = parse_json(line or b"null", strict=False)
             if row is not None:
-                steps[int(row["step"])] = [dict(sample) for sample in row["samples"]]
+                steps[int(row["step"])] = read(row)
         except (ValueError, TypeError, KeyError):
             broken += 1
     if broken:
-        files.missing.append(f"{SAMPLES_FILE}: {broken} lines cannot be read.")
-    files.samples = dict(sorted(steps.items()))
+        files.missing.append(f"{name}: {broken} lines cannot be read.")
+    return dict(sorted(steps.items()))
 
 
 def _read_health(files: RunFiles) -> None:

@@ -158,18 +158,21 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def smooth(points: Sequence[Point], window: int, most: int) -> list[Point]:
-    """Return evenly spaced points, each the mean of the numbers in a window around it.
+    """Return evenly spaced points, each the mean of the numbers in the whole window around it.
 
-    :param window: Number of points, odd. Towards both ends it narrows, so that it stays centred.
-    :param most: Points to return at most; the last one is among them.
+    There is none within half a window of either end: a narrower window would follow the noise of a few points
+    there, and one that is not centred would lag.
+
+    :param window: Number of points, odd and at most all of them.
+    :param most: Points to return at most.
     """
     sums = [0.0, *accumulate(value or 0.0 for _, value in points)]
     counts = [0, *accumulate(value is not None for _, value in points)]
-    last, stride = len(points) - 1, -(-len(points) // most)
+    first, last = window // 2, len(points) - 1 - window // 2
+    stride = -(-(last + 1 - first) // most)
     smoothed: list[Point] = []
-    for index in range(last % stride, last + 1, stride):
-        reach = min(window // 2, index, last - index)
-        start, end = index - reach, index + reach + 1
+    for index in range(first + (last - first) % stride, last + 1, stride):
+        start, end = index - window // 2, index + window // 2 + 1
         count = counts[end] - counts[start]
         smoothed.append((points[index][0], (sums[end] - sums[start]) / count if count else None))
     return smoothed

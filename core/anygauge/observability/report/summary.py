@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import PurePath
 from statistics import fmean, median
 from typing import Any, Literal
 
+from anygauge.observability.control_characters import visible
 from anygauge.observability.report.catalog import eval_losses, eval_means
 from anygauge.observability.report.metrics_file import Series
 from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
 
-__all__ = ["Standing", "Tile", "facts", "standing", "tiles"]
+__all__ = ["Standing", "Tile", "facts", "run_name", "standing", "tiles", "verdict"]
 
 Kind = Literal["finished", "running", "failed", "stopped", "unknown"]
 
@@ -201,8 +202,76 @@ def _duration(seconds: float) -> str:
 
 
 # -------------------------------------------------------------------------
-# Numbers
+# Verdict and numbers
 # -------------------------------------------------------------------------
+
+
+def run_name(files: RunFiles) -> str:
+    """Return the name of a run."""
+    return visible(
+        str(_value(files.config, "run", "name") or (files.record or {}).get("name") or _directory_name(files))
+    )
+
+
+def _directory_name(files: RunFiles) -> str:
+    return files.directory.resolve().name
+
+
+def verdict(files: RunFiles, now: datetime) -> list[str]:
+    """Return what came of a run, in sentences: how far it got, what was learnt, and its health."""
+    now_at = standing(files)
+    steps = f"step {now_at.step}" + (f" of {now_at.total}" if now_at.total else "")
+    took = f" in {duration}" if (duration := _duration_text(files, now)) else ""
+    left = f", about {seconds} left" if (seconds := _left(files, now_at, now)) else ""
+    said = {
+        "finished": f"Finished {steps}{took}.",
+        "running": f"Running: {steps}{left}.",
+        "failed": f"Failed after {steps}{took}.",
+        "stopped": f"{now_at.text.capitalize()} after {steps}{took}.",
+        "unknown": f"At {steps}, {now_at.text}.",
+    }
+    return [said[now_at.kind], *_outcomes(files.metrics.series), *_health(files)]
+
+
+def _left(files: RunFiles, now_at: Standing, now: datetime) -> str:
+    """Return how long the rest of a running run takes, at the mean speed of this part of it."""
+    part = _last_part(files)
+    started, done = _time(part.get("started")), now_at.step - int(part.get("from_step") or 0)
+    if now_at.total is None or started is None or done <= 0:
+        return ""
+    return _duration((now - started).total_seconds() / done * max(now_at.total - now_at.step, 0))
+
+
+def _outcomes(series: Mapping[str, Series]) -> Iterator[str]:
+    """Yield how each evaluation changed; without any, how the reward or the loss of training did."""
+    losses = [(name, f"Evaluation loss of {label}", min) for name, label in eval_losses(series)]
+    means = [(name, f"Evaluation of {label}", max) for name, label in eval_means(series)]
+    training = [("rollout/raw_reward", "Reward", max), ("train/loss", "Loss", min)]
+    evaluated = [each for each in (*means, *losses) if series[each[0]].numbers]
+    recorded = [each for each in training if each[0] in series and series[each[0]].numbers][:1]
+    for name, label, better in evaluated or recorded:
+        points = series[name].numbers
+        first, last = (points[0][1], points[-1][1]) if evaluated else _ends(points)
+        if len(points) == 1 or format_number(first) == format_number(last):
+            yield f"{label}: {format_number(last)}."
+            continue
+        verb = "rose" if last > first else "fell"
+        text = f"{label} {verb} from {format_number(first)} to {format_number(last)}"
+        step, best = better(reversed(points), key=lambda point: point[1])
+        is_last = not evaluated or format_number(best) == format_number(last)
+        yield f"{text}." if is_last else f"{text}; its best was {format_number(best)} at step {step}."
+
+
+def _health(files: RunFiles) -> Iterator[str]:
+    if files.health is None:
+        return
+    firing = [rule.rule for rule in files.health.firing]
+    names = ", ".join(firing)
+    yield (
+        f"Health: {len(firing)} warning{'s' if len(firing) > 1 else ''} ({names})."
+        if firing
+        else ("Health: no warning.")
+    )
 
 
 def tiles(files: RunFiles) -> list[Tile]:
@@ -213,12 +282,23 @@ def tiles(files: RunFiles) -> list[Tile]:
         _course(series, "train/loss", "Loss") if "rollout/raw_reward" not in series else None,
         *(_evaluation(series, name, f"Evaluation loss: {label}") for name, label in eval_losses(series)),
         *(_evaluation(series, name, f"Evaluation: {label}") for name, label in eval_means(series)),
+        _difference(files),
         _course(series, "rollout/response_len/mean", "Response length", "tokens"),
         _typical(series, "perf/tokens_per_s", "Throughput", "tokens/s"),
-        _typical(series, "perf/step_time", "Time of a step", "s"),
-        *(_peak(series, name) for name in series if name.endswith("memory_gib")),
+        _typical(series, "perf/step_time", "Step time", "s"),
+        _peak(series, "perf/device_memory_gib", "Peak device memory"),
     ]
     return [tile for tile in listed if tile is not None]
+
+
+def _ends(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return the means of the first and of the last few of at least one value."""
+    count = _few(points)
+    return fmean(v for _, v in points[:count]), fmean(v for _, v in points[-count:])
+
+
+def _few(points: Sequence[tuple[int, float]]) -> int:
+    return max(1, min(_LAST, len(points) // 4))
 
 
 def _course(series: Mapping[str, Series], name: str, label: str, unit: str = "") -> Tile | None:
@@ -226,10 +306,20 @@ def _course(series: Mapping[str, Series], name: str, label: str, unit: str = "")
     points = series[name].numbers if name in series else []
     if not points:
         return None
-    count = max(1, min(_LAST, len(points) // 4))
-    last, first = fmean(v for _, v in points[-count:]), fmean(v for _, v in points[:count])
-    over = f", means over {count} steps" if count > 1 else ""
+    first, last = _ends(points)
+    over = f", means over {count} steps" if (count := _few(points)) > 1 else ""
     return Tile(label, format_number(last), unit, f"from {format_number(first)}{over}", name)
+
+
+def _difference(files: RunFiles) -> Tile | None:
+    """Return how far trainer and engine are apart, with the limit of its health rule."""
+    name = "train/train_rollout_logprob_abs_diff"
+    tile = _course(files.metrics.series, name, "Log-prob difference", "nats")
+    rules = files.health.rules if files.health else ()
+    limit = next((rule.limit for rule in rules if rule.rule == "logprob_abs_diff"), None)
+    if tile is None or limit is None:
+        return tile
+    return replace(tile, note=f"trainer to engine, limit {format_number(limit)}")
 
 
 def _evaluation(series: Mapping[str, Series], name: str, label: str) -> Tile | None:
@@ -248,10 +338,9 @@ def _typical(series: Mapping[str, Series], name: str, label: str, unit: str) -> 
     return Tile(label, format_number(median(values)), unit, f"median of {len(values)} steps", name)
 
 
-def _peak(series: Mapping[str, Series], name: str) -> Tile | None:
-    points = series[name].numbers
+def _peak(series: Mapping[str, Series], name: str, label: str) -> Tile | None:
+    points = series[name].numbers if name in series else []
     if not points:
         return None
     step, value = max(points, key=lambda point: point[1])
-    where = name.partition("/")[2].removesuffix("_gib").replace("_", " ")
-    return Tile(f"Peak {where}", format_number(value), "GiB", f"at step {step}", name)
+    return Tile(label, format_number(value), "GiB", f"at step {step}", name)

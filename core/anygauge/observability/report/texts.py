@@ -37,6 +37,8 @@ class SampleView:
     """Position between the lowest and the highest reward shown, in percent; ``None`` without a reward."""
     details: Sequence[tuple[str, str]]
     error: str
+    tokens: Sequence[tuple[str, float | None]]
+    """First tokens of the response with their log-probs; ``None`` for one that the policy did not sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def sample_steps(samples: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Sam
         len(_text(row.get(key)))
         for rows in samples.values()
         for row in rows
-        for key in ("prompt", "response")
+        for key in ("prompt", "response", "tokens", "log_probs")
     )
     stride = -(-size // MOST_CHARACTERS) or 1
     shown = steps[(len(steps) - 1) % stride :: stride]
@@ -81,7 +83,15 @@ def _view(row: Mapping[str, Any], ends: tuple[float, float]) -> SampleView:
             (name.replace("_", " "), _text(row[name])) for name in named if row.get(name) not in (None, "")
         ],
         error=_text(row.get("error")),
+        tokens=list(_tokens(row)),
     )
+
+
+def _tokens(row: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    texts, log_probs = row.get("tokens"), row.get("log_probs")
+    if isinstance(texts, list) and isinstance(log_probs, list):
+        for text, log_prob in zip(texts, log_probs, strict=False):
+            yield _text(text), _number(log_prob)
 
 
 def _number(value: Any) -> float | None:
