@@ -42,6 +42,10 @@ class RunSettings(Protocol):
         """Whether the terminal shows progress."""
 
     @property
+    def log_every(self) -> int:
+        """Steps between two lines where no progress is shown."""
+
+    @property
     def report(self) -> bool:
         """Whether the run writes a report."""
 

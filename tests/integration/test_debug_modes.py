@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,9 @@ class Here:
 
     def begin(self) -> None:
         pass
+
+    def watched(self, watch: object) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def ready(self) -> None:
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,9 @@ def test_processes_come_up_while_the_data_are_read(tmp_path: Path, monkeypatch: 
 
         def begin(self) -> None:
             events.append("trainers prepare")
+
+        def watched(self, watch: object) -> AbstractContextManager[None]:
+            return nullcontext()
 
         def ready(self) -> None:
             events.append("trainers are waited for")

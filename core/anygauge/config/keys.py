@@ -34,6 +34,7 @@ PAGES: Mapping[str, str] = {
     "run.task": "data",
     "run.report": "report",
     "run.progress": "report",
+    "run.log_every": "report",
     "run.timeout_s": "debugging",
     "run.stop_on": "health",
     "run.trackers": "metrics",

@@ -18,6 +18,7 @@ from anygauge_hooks.types import BackendSpec, ConfigProblem, RunInfo, Tracker, T
 
 _progress = RunProgress()
 before_train = _progress.before_train
+after_rollout = _progress.after_rollout
 after_train_step = _progress.after_train_step
 after_evaluate = _progress.after_evaluate
 on_wait = _progress.on_wait

@@ -1,4 +1,4 @@
-"""Progress of a run on standard output: live on a terminal, one line per step elsewhere."""
+"""Progress of a run on standard output: live on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from anygauge.observability.control_characters import visible
 from anygauge.observability.eval_names import EVAL_RESULT
+from anygauge.observability.live_progress import LiveProgress
+from anygauge.observability.progress_view import format_duration
 from anygauge_hooks import hookimpl
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, ProgressColumn, TaskID
 
     from anygauge_hooks.types import RunInfo
 
@@ -37,8 +38,6 @@ nothing else.
 """
 _SHOWN_IN_SFT = {"train/loss": "loss", "train/grad_norm": "grad norm"}
 _PASS = re.compile(r"passrate/(.+)-pass@(\d+)$")
-_NARROW = 100
-"""Columns of a terminal below which the metrics need the room of the bar."""
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +65,7 @@ class RunProgress:
         self._make_console = make_console
         self._clock = clock
         self._console: Console | None = None
-        self._live: Progress | None = None
+        self._live: LiveProgress | None = None
         self._has_begun = False
 
     @hookimpl
@@ -79,7 +78,9 @@ class RunProgress:
         if console.is_terminal and run.config.run.progress:
             if run.step or run.devices:
                 self._print(_first_line(run))
-            self._start_live(run, console)
+            self._live = LiveProgress(run, console, self._clock)
+            with self._display():
+                self._live.start()
         else:
             self._print(_first_line(run))
 
@@ -87,16 +88,27 @@ class RunProgress:
     def after_train_step(self, run: RunInfo, metrics: Mapping[str, float]) -> None:
         """Show a step's metrics, how long it took and how long the rest will take."""
         now = self._clock()
-        chosen = _SHOWN if run.config.run.task == "rl" else _SHOWN_IN_SFT
-        shown = [f"{label} {metrics[name]:.4g}" for name, label in chosen.items() if name in metrics]
-        status = "  ".join([*shown, f"{now - self._step_started:.3g} s/step"])
-        self._step_started = now
+        labels = _SHOWN if run.config.run.task == "rl" else _SHOWN_IN_SFT
+        step_s, self._step_started = now - self._step_started, now
         if self._live is not None:
             with self._display():
-                self._live.update(self._task, completed=run.step, status=status)
-        else:
-            left = _duration(self._seconds_left(run))
-            self._print(f"step {run.step}/{run.total_steps}  {status}  {left} left")
+                self._live.step(run, metrics, labels, step_s, self._seconds_left(run))
+        elif self._is_logged(run):
+            shown = [f"{label} {metrics[name]:.4g}" for name, label in labels.items() if name in metrics]
+            line = "  ".join([f"step {run.step}/{run.total_steps}", *shown, f"{step_s:.3g} s/step"])
+            self._print(f"{line}  {format_duration(self._seconds_left(run))} left")
+
+    def _is_logged(self, run: RunInfo) -> bool:
+        """Return whether a step has a line: the first one, the last one, and every so many."""
+        is_end = run.step in (self._first_step + 1, run.total_steps)
+        return is_end or run.step % run.config.run.log_every == 0
+
+    @hookimpl
+    def after_rollout(self) -> None:
+        """Show that the samples of a step are there, and train."""
+        if self._live is not None:
+            with self._display():
+                self._live.enter("training")
 
     @hookimpl
     def after_evaluate(self, run: RunInfo, metrics: Mapping[str, float]) -> None:
@@ -104,6 +116,10 @@ class RunProgress:
         values = "  ".join(f"{label} {value:.4g}" for label, value in _eval_results(metrics))
         self._print(f"eval at step {run.step}  {values}")
         self._step_started = self._clock()
+        if self._live is not None:
+            scores = [match for name in metrics if (match := re.fullmatch(EVAL_RESULT, name))]
+            with self._display():
+                self._live.evaluated(run, [(match[1], metrics[match[0]]) for match in scores])
 
     @hookimpl
     def on_wait(self, run: RunInfo, message: str) -> None:
@@ -128,7 +144,7 @@ class RunProgress:
             return
         # A signal is an exception only to this program, and the command names it.
         cause = f" by {type(error).__name__}" if isinstance(error, Exception) else ""
-        elapsed = _duration(self._clock() - self._started)
+        elapsed = format_duration(self._clock() - self._started)
         left = (
             f"resume with --resume from step {self._saved_step}"
             if self._saved_step
@@ -143,7 +159,7 @@ class RunProgress:
         """End the display."""
         self._stop_live()
         if self._console is not None and self._has_begun:
-            elapsed = _duration(self._clock() - self._started)
+            elapsed = format_duration(self._clock() - self._started)
             self._print(f"run {run.name}: {_steps(self._first_step, run.step)} in {elapsed}")
         self._console, self._has_begun = None, False
 
@@ -151,21 +167,6 @@ class RunProgress:
         done = run.step - self._first_step
         per_step = (self._clock() - self._started) / max(done, 1)
         return per_step * (run.total_steps - run.step)
-
-    def _start_live(self, run: RunInfo, console: Console) -> None:
-        from rich import progress
-
-        self._live = progress.Progress(
-            *_columns(narrow=console.width < _NARROW),
-            console=console,
-            refresh_per_second=2,
-            speed_estimate_period=600,
-        )
-        self._task: TaskID = self._live.add_task(
-            run.name, total=run.total_steps, completed=run.step, status=f"on {run.backend}"
-        )
-        with self._display():
-            self._live.start()
 
     def _stop_live(self) -> None:
         live, self._live = self._live, None
@@ -211,22 +212,6 @@ def _discard(console: Console) -> None:
         os.dup2(nowhere.fileno(), console.file.fileno())
 
 
-def _columns(*, narrow: bool) -> Iterator[ProgressColumn]:
-    """Yield the columns of the live display; only the metrics may wrap."""
-    from rich import progress
-    from rich.table import Column
-
-    yield progress.TextColumn("{task.description}")
-    if not narrow:
-        yield progress.BarColumn(bar_width=24)
-    yield progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
-    if not narrow:
-        yield progress.TimeElapsedColumn(table_column=Column(no_wrap=True))
-        yield progress.TextColumn("left")
-    yield progress.TimeRemainingColumn(table_column=Column(no_wrap=True))
-    yield progress.TextColumn("{task.fields[status]}", table_column=Column(no_wrap=not narrow))
-
-
 def _checkpoint_line(run: RunInfo) -> str:
     """Return the line about a run without a checkpoint, and its exports."""
     directory = Path(run.directory)
@@ -263,10 +248,3 @@ def _eval_results(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
     for k, dataset, value in passes:
         if k > 1 and k == max(each for each, of, _ in passes if of == dataset):
             yield f"{dataset} pass@{k}", value
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration as ``1:05:09`` or ``5:09``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 HARMLESS = (
     *("run.name", "run.directory", "run.steps", "run.overwrite", "run.resume", "run.accept_changes"),
-    *("run.trackers", "run.tracker_options", "run.report", "run.progress", "run.timeout_s", "run.stop_on"),
-    "run.metrics",
+    *("run.trackers", "run.tracker_options", "run.report", "run.progress", "run.log_every"),
+    *("run.timeout_s", "run.stop_on", "run.metrics"),
     *("hub", "eval", "save", "cluster", "data.cache", "debug", "health", "profile", "placement.launcher"),
     "train.replica_check_every",
     *("placement.start_timeout_s", "reward.num_workers", "reward.concurrency", "reward.timeout_s"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,16 +42,20 @@ from anygauge.runtime.worker import HostInfo, WorkerSetup
 from anygauge_hooks.errors import WorkerDiedError
 from anygauge_hooks.types import BackendSpec
 
-__all__ = ["Arguments", "LaunchSpec", "PendingCall", "Transport", "WorkerGroup"]
+__all__ = ["Arguments", "LaunchSpec", "PendingCall", "Transport", "Watch", "WorkerGroup"]
 
 _log = logging.getLogger(__name__)
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a call."""
+Watch = Callable[[str, int, int], None]
+"""Called with a method's name, the number of workers that have answered, and that of all."""
 GRACE_S = 0.5
 """For the failures of other ranks to arrive, after one that looks like nobody's consequence."""
 CLOSE_TIMEOUT_S = 10.0
 """For every worker to close what it holds, in an orderly shutdown."""
+WATCH_S = 1.0
+"""Interval at which a watch is called while no worker answers."""
 CLOSE = "close"
 """The last call, after which a worker exits."""
 
@@ -188,6 +192,7 @@ class WorkerGroup:
         self._oom_kills = read_oom_kills()
         self._hosts: Sequence[HostInfo] = ()
         self._before_call: Callable[[str], None] | None = None
+        self._watch: Watch | None = None
         self._preparing: _BringUp | None = None
         self._connecting: PendingCall | None = None
         self._begun = False
@@ -218,6 +223,15 @@ class WorkerGroup:
     def before_calls(self, tell: Callable[[str], None] | None) -> None:
         """Set a function that is called with each method's name before the workers; ``None`` unsets it."""
         self._before_call = tell
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Call a function with each answer to the calls of the block, and every second between them."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
 
     @property
     def is_ended(self) -> bool:
@@ -377,14 +391,17 @@ class WorkerGroup:
         outcomes: dict[int, Returned | Raised | Died] = {}
         deadline = time.monotonic() + timeout_s
         while self._pending:
-            arrived = self._receive(deadline)
-            if not arrived:
+            look = deadline if self._watch is None else min(deadline, time.monotonic() + WATCH_S)
+            arrived = self._receive(look)
+            if not arrived and look >= deadline:
                 self._expire(method, timeout_s, setting)
             if method == CLOSE:  # one that has answered exits while the others still close
                 arrived = {rank: outcome for rank, outcome in arrived.items() if rank not in outcomes}
             outcomes |= arrived
             if any(not isinstance(outcome, Returned) for outcome in arrived.values()):
                 self._fail(method, outcomes)
+            if self._watch is not None:
+                self._watch(method, len(outcomes), len(self._ranks))
         return [outcome.value for _, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
 
     def _receive(self, deadline: float) -> dict[int, Returned | Raised | Died]:

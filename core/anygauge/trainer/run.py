@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from anygauge.hub import localized
 from anygauge.observability.logs import driver_log
 from anygauge.observability.phases import record_phase, take_phases
 from anygauge.observability.run_facts import run_facts
+from anygauge.observability.start_status import StartStatus
 from anygauge.observability.timeline import TIMELINE_FILE, Timeline
 from anygauge.observability.trackers import open_tracker, tracker_names
 from anygauge.plugins import Plugins
@@ -34,6 +35,7 @@ from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.serving.colocation import ColocationScheduler
 from anygauge.serving.engines import open_engines
 from anygauge.serving.memory_fit import MemoryFit
+from anygauge.serving.server_plan import plan_servers
 from anygauge.trainer.actors import replays
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.generation import open_maker
@@ -233,16 +235,18 @@ def open_session(
         stack.push(processes.stack.pop_all())
         tell("the data are read; waiting for the training workers (logs/actor-*)")
     workers, rollouts, times = processes.workers, processes.rollouts, processes.times
-    workers.ready()
+    with workers.watched(StartStatus(tell, "training workers")):
+        workers.ready()
     times.note("workers")
     if rollouts is not None:
         tell("the training workers are ready; waiting for the rollout engines (logs/rollout-*)")
     if checkpoint is not None:
         workers.call("load_checkpoint", path=str(checkpoint))
     colocation = open_colocation(config, components, workers, tell)
-    engines = stack.enter_context(
-        open_engines(config, plugins, components, workers, rollouts, directory, colocation)
-    )
+    with watched_start(config, rollouts, tell):
+        engines = stack.enter_context(
+            open_engines(config, plugins, components, workers, rollouts, directory, colocation)
+        )
     times.note("engines")
     logger.info("start: %s", times)
     # The engines have loaded model.path, and a start from an adapter or a 4-bit base trains other
@@ -267,6 +271,18 @@ def open_session(
         forbidden,
         loader,
     )
+
+
+def watched_start(
+    config: Config, rollouts: WorkerGroup | None, tell: Callable[[str], None]
+) -> AbstractContextManager[None]:
+    """Tell how far the rollout engines are while the block waits for them.
+
+    Not where some start after others: the workers of those that are not to start yet answer at once.
+    """
+    if rollouts is None or len({plan.wave for plan in plan_servers(config)}) > 1:
+        return nullcontext()
+    return rollouts.watched(StartStatus(tell, "rollout engines"))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,10 @@ class Workers:
 
     def begin(self) -> None:
         """Prepare nothing."""
+
+    def watched(self, watch: object) -> AbstractContextManager[None]:
+        """Return a block that watches nothing."""
+        return nullcontext()
 
     def ready(self) -> None:
         raise AssertionError("the input was taken for a good one: the workers are waited for")

@@ -6,17 +6,17 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 from rich.console import Console
-from rich.text import Text
 
 from anygauge.config import Config
 from anygauge.observability import plugin
+from anygauge.observability.live_progress import LiveProgress
 from anygauge.observability.progress import RunProgress
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.types import RunInfo
@@ -148,7 +148,7 @@ def test_the_bar_on_a_terminal(run: RunInfo, output: io.StringIO, threads: None)
     progress.after_train_step(replace(run, step=1), METRICS)
     progress.after_train(replace(run, step=1))
     text = output.getvalue()
-    for part in ("demo", "1/4", "reward 0.5312", "2 s/step", "eval at step 0  gsm8k 0.25", "left"):
+    for part in ("demo", "1/4", "reward  0.5312", "s/step", "eval at step 0  gsm8k 0.25", "left"):
         assert part in text
     assert text.endswith("run demo: 1 steps in 0:02\n")
 
@@ -258,20 +258,89 @@ def test_the_last_part_of_a_run_may_be_short(
     assert output.getvalue().endswith(f"run demo: {steps} in 0:00\n")
 
 
-@pytest.mark.parametrize("width", [60, 80])
-def test_a_narrow_terminal_has_every_metric_and_no_bar(
-    run: RunInfo, output: io.StringIO, threads: None, width: int
-) -> None:
-    progress = RunProgress(lambda: Console(file=output, force_terminal=True, width=width), lambda: 0.0)
-    progress.before_train(run)
-    progress.after_train_step(replace(run, step=1), METRICS)
-    progress.after_train(replace(run, step=1))
-    text = " ".join(Text.from_ansi(output.getvalue()).plain.split())
-    for part in ("demo 1/4", "reward", "0.5312", "entropy", "0.01235", "s/step"):
-        assert part in text
-    assert "left" not in text
-    assert "\N{HORIZONTAL ELLIPSIS}" not in text
-    assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" not in text
+def test_a_run_off_a_terminal_has_a_line_every_so_many_steps(run: RunInfo, output: io.StringIO) -> None:
+    settings = run.config.run.model_copy(update={"log_every": 5})
+    run = replace(run, total_steps=12, config=run.config.model_copy(update={"run": settings}))
+    progress = progress_on(output, 0.0)
+    progress.before_train(replace(run, step=2))
+    for step in range(3, 13):
+        progress.after_train_step(replace(run, step=step), METRICS)
+    assert [line.split()[1] for line in output.getvalue().splitlines()[1:]] == [
+        "3/12",
+        "5/12",
+        "10/12",
+        "12/12",
+    ]
+
+
+def screen(run: RunInfo, width: int, *steps: Callable[[LiveProgress], None]) -> list[str]:
+    """Return the lines of a live display after some events, all of them in one moment."""
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=False, width=width)
+    live = LiveProgress(run, console, lambda: 0.0)
+    for step in steps:
+        step(live)
+    console.print(live._lines(width))
+    return [line.rstrip() for line in output.getvalue().splitlines()]
+
+
+LABELS = {"rollout/raw_reward": "reward", "train/grad_norm": "grad norm"}
+
+
+def test_a_display_fits_80_columns_and_numbers_keep_their_places(run: RunInfo) -> None:
+    evaluated = run.config.model_copy(
+        update={"eval": run.config.eval.model_copy(update={"data": ("held-out.jsonl",), "interval": 2})}
+    )
+    run = replace(run, total_steps=400, config=evaluated)
+
+    def show(step: int, reward: float, norm: float) -> list[str]:
+        metrics = {"rollout/raw_reward": reward, "train/grad_norm": norm, "perf/tokens_per_s": 4321.5}
+        metrics["train/train_rollout_logprob_abs_diff"] = 1.25e-7
+        return screen(
+            run,
+            80,
+            lambda live: live.evaluated(run, [("held-out", 0.25)]),
+            lambda live: live.step(replace(run, step=step), metrics, LABELS, 2.5, 75.0),
+        )
+
+    first, second = show(2, 0.5, 12.5), show(3, -0.0625, 0.0625)
+    assert first == [
+        "demo  " + "\N{BOX DRAWINGS HEAVY HORIZONTAL}" * 36 + "    2/400  0:00  1:15 left  evaluating",
+        "reward  0.5000  grad norm  12.500  log-prob diff 1.2e-07  tokens/s   4,322",
+        "s/step  2.5000  best held-out 0.25 at step 0",
+    ]
+    assert second[0].endswith("3/400  0:00  1:15 left  rollout")
+    assert second[1] == "reward -0.0625  grad norm  0.0625  log-prob diff 1.2e-07  tokens/s   4,322"
+
+
+def test_a_narrow_display_has_no_bar_and_every_number(run: RunInfo) -> None:
+    metrics = {"rollout/raw_reward": 0.5, "train/grad_norm": 1e7}
+    named = replace(run, name="a-run-whose-name-is-much-too-long")
+    lines = screen(named, 50, lambda live: live.step(replace(named, step=1), metrics, LABELS, 2.5, 75.0))
+    assert lines == [
+        "a-run-whose-name-is-m...  1/4  0:00  1:15 left  r\N{HORIZONTAL ELLIPSIS}",
+        "reward  0.5000  grad norm 1.0e+07  s/step  2.5000",
+        "best reward 0.5 at step 1",
+    ]
+
+
+def test_a_display_names_the_phase_and_the_best_scores(run: RunInfo) -> None:
+    def step(number: int, reward: float) -> Callable[[LiveProgress], None]:
+        metrics = {"rollout/raw_reward": reward}
+        return lambda live: live.step(replace(run, step=number), metrics, {}, 1.0, 1.0)
+
+    def evaluate(number: int, *results: tuple[str, float]) -> Callable[[LiveProgress], None]:
+        return lambda live: live.evaluated(replace(run, step=number), results)
+
+    assert screen(run, 80)[0].endswith("0/4  0:00  -:-- left  rollout")
+    assert screen(run, 80, lambda live: live.enter("training"))[0].endswith("left  training")
+    assert screen(run, 80, step(1, 0.5), step(2, 0.75), step(3, 0.25))[1].endswith(
+        "best reward 0.75 at step 2"
+    )
+    scores = [evaluate(1, ("a", 0.5), ("a-loss", 2.0), ("b", 1.0)), evaluate(2, ("a", 0.25), ("a-loss", 1.5))]
+    last = screen(run, 80, *scores, step(4, 0.9))
+    assert last[0].endswith("left  finishing")
+    assert last[1].endswith("best a 0.5 at step 1  best a-loss 1.5 at step 2")
 
 
 @pytest.fixture(params=["a pipe without a reader", "a full disk"])

@@ -13,7 +13,7 @@ from anygauge.runtime import worker_group
 from anygauge.runtime.rpc import Died, Returned, decode, encode
 from anygauge.runtime.worker import HostInfo
 from anygauge.runtime.worker_group import WorkerGroup
-from anygauge_hooks.errors import WorkerDiedError
+from anygauge_hooks.errors import DeadlineError, WorkerDiedError
 
 ANSWER = encode(Returned(None))
 EXITED = Died(how="exited with code 0")
@@ -134,3 +134,22 @@ def test_workers_that_die_while_they_prepare_are_an_error_where_they_are_waited_
     with pytest.raises(WorkerDiedError, match="exited with code 0"):
         workers.ready()
     assert workers.is_ended
+
+
+def test_a_watch_hears_of_each_answer_and_of_waiting() -> None:
+    """An interval without an answer is not the deadline of the call."""
+    heard: list[tuple[str, int, int]] = []
+    script = Records({0: ANSWER}, {}, {1: ANSWER}, {0: ANSWER, 1: ANSWER})
+    workers = group(script)
+    with workers.watched(lambda *each: heard.append(each)):
+        workers.call("serve", timeout_s=100)
+    workers.call("train", timeout_s=100)
+    assert heard == [("serve", 1, 2), ("serve", 1, 2), ("serve", 2, 2)]
+    assert max(script.limits[:3]) <= worker_group.WATCH_S < 50 < script.limits[3]
+
+
+def test_a_watched_call_has_its_deadline() -> None:
+    workers = group(Records())
+    workers._transport.stacks = lambda ranks: {}  # type: ignore[method-assign]
+    with pytest.raises(DeadlineError), workers.watched(lambda *_: None):
+        workers.call("serve", timeout_s=0)

@@ -46,9 +46,11 @@ class Run(Section):
     """Functions of your own that add metrics to each step, as ``package.module:function`` or by a registered
     name. They are recorded as ``custom/NAME``."""
     report: bool = True
-    """Write ``report.html`` when the run ends."""
+    """Write ``report.html``, every so often while the run goes on and when it ends."""
     progress: bool = True
     """Show live progress on a terminal."""
+    log_every: Positive = 1
+    """Steps between two lines where the output is no terminal, or has no live progress."""
     timeout_s: Seconds = 1800.0
     """Longest wait for any answer of a worker, in seconds."""
     stop_on: tuple[RuleName, ...] = ()
