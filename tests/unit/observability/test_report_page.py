@@ -308,7 +308,7 @@ def test_headline_numbers_are_those_of_the_metrics(make_run: MakeRun) -> None:
     assert "Reward 0.887 from 0.138, means over 10 steps" in text
     assert "Evaluation: math 0.75 from 0.25 at step 0" in text
     assert "Step time 2 s median of 40 steps" in text
-    assert "Finished step 40 of 40. Evaluation of math rose from 0.25 to 0.75." in text
+    assert "Finished all 40 steps. Evaluation of math rose from 0.25 to 0.75." in text
 
 
 def test_the_verdict_names_the_best_evaluation_and_what_is_wrong(make_run: MakeRun) -> None:
@@ -317,7 +317,10 @@ def test_the_verdict_names_the_best_evaluation_and_what_is_wrong(make_run: MakeR
     stale = watch_rules({rule.name: Limit(0.0, "key") for rule in RULES})
     stale.step(20, {"rollout/lag/max": 3.0})
     write_health(directory, health_of(stale, 20, []))
-    text = " ".join(Page(write_report(directory)).text().split())
+    page = Page(write_report(directory))
+    assert page.all_of("p", "warned")
+    text = " ".join(page.text().split())
+    assert "demo not known to have ended, 1 warning" in text
     best = "Evaluation of math rose from 0.25 to 0.5; its best was 0.75 at step 10."
     assert f"{best} Health: 1 warning (stale_weights)." in text
 

@@ -17,7 +17,7 @@ from anygauge.observability.report.charts import draw_sections
 from anygauge.observability.report.metrics_file import Metrics, page_data
 from anygauge.observability.report.page import last_value, render
 from anygauge.observability.report.run_files import RunFiles
-from anygauge.observability.report.summary import facts, run_name, standing, tiles, verdict
+from anygauge.observability.report.summary import badge, facts, run_name, tiles, verdict
 
 __all__ = ["render_comparison"]
 
@@ -42,7 +42,7 @@ def render_comparison(runs: Sequence[RunFiles], now: datetime | None = None) -> 
     drawn = {line.metric for section in sections for chart in section.charts for line in chart.lines}
     shown = Metrics({name: series[name] for name in series if name in drawn})
     views = [
-        {"name": name, "standing": standing(run), "verdict": verdict(run, created_at)}
+        {"name": name, "badge": badge(run), "verdict": verdict(run, created_at)}
         for name, run in zip(names, runs, strict=True)
     ]
     content = {

@@ -21,7 +21,7 @@ from anygauge.observability.report.metrics_file import Series, page_data
 from anygauge.observability.report.phases import draw_phases, phase_rows
 from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
-from anygauge.observability.report.summary import facts, run_name, standing, tiles, verdict
+from anygauge.observability.report.summary import badge, facts, run_name, standing, tiles, verdict
 from anygauge.observability.report.texts import config_tables, sample_steps
 from anygauge.observability.report.timeline import draw_timeline
 from anygauge.version import __version__
@@ -98,6 +98,7 @@ def _content(files: RunFiles, created_at: datetime) -> dict[str, Any]:
     return {
         "name": run_name(files),
         "standing": now_at,
+        "badge": badge(files),
         "live": LIVE_S if now_at.kind == "running" else None,
         "verdict": verdict(files, created_at),
         "health": health_box(files.health),

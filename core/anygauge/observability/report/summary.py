@@ -16,7 +16,7 @@ from anygauge.observability.report.metrics_file import Series
 from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
 
-__all__ = ["Standing", "Tile", "facts", "run_name", "standing", "tiles", "verdict"]
+__all__ = ["Standing", "Tile", "badge", "facts", "run_name", "standing", "tiles", "verdict"]
 
 Kind = Literal["finished", "running", "failed", "stopped", "unknown"]
 
@@ -97,6 +97,14 @@ def _is_alive(part: Mapping[str, Any]) -> bool | None:
         return started is None or process.create_time() <= started.timestamp() + 1
     except (psutil.Error, KeyError, TypeError, ValueError):
         return False
+
+
+def badge(files: RunFiles) -> tuple[str, str]:
+    """Return kind and text of the badge beside a run's name; a run with warnings is never green."""
+    now_at, firing = standing(files), files.health.firing if files.health else ()
+    if not firing:
+        return now_at.kind, now_at.text
+    return "warned", f"{now_at.text}, {len(firing)} warning{'s' if len(firing) > 1 else ''}"
 
 
 def facts(files: RunFiles, now: datetime) -> list[tuple[str, str]]:
@@ -223,8 +231,9 @@ def verdict(files: RunFiles, now: datetime) -> list[str]:
     steps = f"step {now_at.step}" + (f" of {now_at.total}" if now_at.total else "")
     took = f" in {duration}" if (duration := _duration_text(files, now)) else ""
     left = f", about {seconds} left" if (seconds := _left(files, now_at, now)) else ""
+    all_steps = f"all {now_at.total} steps" if now_at.step == now_at.total else f"at {steps}"
     said = {
-        "finished": f"Finished {steps}{took}.",
+        "finished": f"Finished {all_steps}{took}.",
         "running": f"Running: {steps}{left}.",
         "failed": f"Failed after {steps}{took}.",
         "stopped": f"{now_at.text.capitalize()} after {steps}{took}.",
