@@ -19,7 +19,7 @@ from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
 from anygauge.observability.report import REPORT_FILE, plugin, write_report
 from anygauge.observability.report.run_files import read_run
 from anygauge.observability.report.run_record import RECORD_FILE, begin_part, read_record
-from anygauge.observability.report.summary import facts, standing
+from anygauge.observability.report.summary import facts, standing, verdict
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.types import RunInfo
 
@@ -72,6 +72,26 @@ def test_a_run_is_recorded_from_its_begin_to_its_end(run: RunInfo, tmp_path: Pat
     assert "finished" in (tmp_path / REPORT_FILE).read_text()
     (part,) = (read_record(tmp_path) or {})["parts"]
     assert part["started"] <= part["ended"]
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ({}, "Running: step 10 of 40, about 1 min 00 s left."),  # 5 steps of this part took 10 s
+        ({"outcome": "failed", "ended": "2026-01-02T12:00:07+00:00"}, "Failed after step 10 of 40 in 7 s."),
+        ({"outcome": "interrupted"}, "Interrupted after step 10 of 40"),
+        ({"pid": 2**22 + 1}, "Killed after step 10 of 40"),
+        ({"host": "elsewhere"}, "At step 10 of 40, last heard of on elsewhere."),
+    ],
+)
+def test_the_verdict_says_how_far_a_run_got(
+    run: RunInfo, tmp_path: Path, write_parts: WriteParts, part: dict[str, Any], text: str
+) -> None:
+    now = datetime.now(UTC) + timedelta(hours=1)
+    started = NOW if "ended" in part else now - timedelta(seconds=10)
+    write_parts({"from_step": 5, "started": started.isoformat()} | part)
+    log_step(run, 10)
+    assert verdict(read_run(tmp_path), now)[0].startswith(text)
 
 
 def test_the_report_of_a_running_run_is_written_now_and_then(

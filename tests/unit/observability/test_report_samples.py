@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 
 from anygauge.config import Config
 from anygauge.observability.report import plugin
-from anygauge.observability.samples import SAMPLES_FILE, SampleRecorder, is_recorded, shorten
+from anygauge.observability.samples import MOST_TOKENS, SAMPLES_FILE, SampleRecorder, is_recorded, shorten
 from anygauge.observability.token_texts import token_texts
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import RunInfo
@@ -99,6 +99,9 @@ def test_tokens_are_recorded_with_their_log_probs(run: RunInfo, read: Read, tmp_
     SampleRecorder().after_rollout(run=replace(run, config=config), groups=groups)
     (sample,) = read()[0]["samples"]
     assert (sample["tokens"], sample["log_probs"]) == (["7", " <eos>"], [-0.123, None])
+    fields = {"response_tokens": (1,) * 500, "log_probs": (-0.5,) * 500, "loss_mask": (1,) * 500}
+    SampleRecorder().after_rollout(run=replace(run, config=config), groups=make_groups([[0.5]], **fields))
+    assert [len(read()[1]["samples"][0][key]) for key in ("tokens", "log_probs")] == [MOST_TOKENS] * 2
 
 
 def test_the_text_of_a_token_is_what_it_adds() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.config.roles import Components
-from anygauge.observability.distributions import DISTRIBUTIONS_FILE
+from anygauge.observability.distributions import DISTRIBUTIONS_FILE, value_counts
 from anygauge.trainer import loop as module
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import NamedFunction
@@ -84,6 +84,14 @@ def test_a_step_of_rollouts_records_its_distributions(loop: module.Loop, tmp_pat
     counts = {"reward": [[1.0, 1]], "prompt_reward": [[1.0, 1]], "length": [[1.0, 1]]}
     advantage = [[-0.5, 1], [0.0, 1], [0.5, 1]]
     assert lines == [{"step": step, **counts, "advantage": advantage} for step in (1, 3)]
+
+
+def test_many_values_are_counted_in_intervals() -> None:
+    counts = value_counts([number / 10 for number in range(641)])
+    assert len(counts) == 64
+    assert counts[0] == (0.5, 10)
+    assert counts[-1] == (63.5, 11)  # the greatest value ends the last interval
+    assert value_counts([1 / 3, 1 / 3 + 1e-9]) == [(0.333333, 2)]  # rounding makes no value of its own
 
 
 @pytest.mark.parametrize(("max_lag", "trains"), [(None, True), (2, True), (1, False)])
