@@ -34,7 +34,7 @@ async def make_samples(
         return samples
     except FunctionFailed as error:
         if rollout.failure is not None:
-            raise rollout.failure from None
+            raise rollout.failure from rollout.failure.__cause__
         tally.add_failure(place_of(prompt), str(error))
         return (failed_sample(prompt, seed, str(error)),)
 

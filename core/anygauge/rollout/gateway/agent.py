@@ -58,7 +58,8 @@ async def agent(
             returned = await talk(served, session, prompt)
         except Exception:  # foreign code: an agent
             if session.failure is not None:
-                raise session.failure from None  # an agent's error that follows from it helps nobody
+                # an agent's error that follows from it helps nobody
+                raise session.failure from session.failure.__cause__
             if not session.spent:
                 raise
             returned = None  # cut off: it is scored as far as it got

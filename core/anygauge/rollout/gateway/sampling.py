@@ -144,7 +144,7 @@ class Sampling:
         except ExceptionGroup as errors:
             first = errors.exceptions[0]
             self._failed(first)
-            raise first from None
+            raise first from first.__cause__
         return [answer.result() for answer in answers]
 
     async def _answer(self, number: int, request: GenerateRequest) -> Any:

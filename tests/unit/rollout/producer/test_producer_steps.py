@@ -144,11 +144,13 @@ def test_a_smaller_step_has_what_passed(make_producer: MakeProducer) -> None:
 def test_an_engine_that_fails_ends_the_step_with_its_error_and_the_row(make_producer: MakeProducer) -> None:
     def fail(request: GenerateRequest) -> list[int]:
         if of_session(request) == (2, 1):
-            raise RolloutError(f"no engine is left for {request.label}")
+            raise RolloutError(f"no engine is left for {request.label}") from cause
         return [1]
 
-    with pytest.raises(RolloutError, match=r"no engine is left for 2-1-\d+ \(data:2\)"):
+    cause = ValueError("of a worker")
+    with pytest.raises(RolloutError, match=r"no engine is left for 2-1-\d+ \(data:2\)") as error:
         run(make_producer(ScriptedEngine(fail), max_failed_ratio=1.0), 4)
+    assert error.value.__cause__ is cause, "what a worker raised is shown without its traceback"
 
 
 def test_a_deadline_names_what_is_open(make_producer: MakeProducer) -> None:
