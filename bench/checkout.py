@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -51,6 +52,16 @@ def short_id(commit: str) -> str:
     """Return the abbreviated id of a commit."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", f"{commit}^{{commit}}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def tree_label(tree: Path) -> str:
+    """Return a label for the packages of a tree as they are now: another one after any edit."""
+    digest = hashlib.sha256()
+    for package in packages(tree):
+        for path in sorted(path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"):
+            digest.update(f"{path.relative_to(tree)}\0".encode())
+            digest.update(path.read_bytes())
+    return f"here-{digest.hexdigest()[:8]}"
 
 
 def distributions(tree: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:

@@ -7,9 +7,11 @@
 
 A row is stored as soon as its run has ended, and a row that is stored is not run again: a call that is cut
 off is repeated with the same ``--store``. A row of another model, backend, number of steps or config is run
-again, and added. ``--label`` names what is measured, such as a commit. Rows that need more than ``--devices``
-(by default those that torch sees; 2 processes with the CPU backend) are named and skipped. Other arguments
-are keys of the run's config; ``--embedded`` runs the layouts without servers, with an engine in each trainer.
+again, and added. ``--label`` names what is measured, such as a commit; by default it is ``here-`` and a
+checksum of this tree's packages, so that rows of the tree before an edit are not taken for it. Rows that need
+more than ``--devices`` (by default those that torch sees; 2 processes with the CPU backend) are named and
+skipped. Other arguments are keys of the run's config; ``--embedded`` runs the layouts without servers, with
+an engine in each trainer.
 
 ``--task sums`` (the default with ``--model``) is GRPO with sums and differences in words; the reward is 1 if
 the last number of the response is right. ``--task demo`` is the demo's, with its own tiny Qwen3 unless there
@@ -58,7 +60,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli_w
-from checkout import check_packages, environment, extract, nested, short_id
+from checkout import ROOT, check_packages, environment, extract, nested, short_id, tree_label
 from end_to_end_inputs import FIRST_TOKEN, make_inputs, make_model
 from end_to_end_rows import (
     COMMON,
@@ -393,12 +395,13 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--embedded", action="store_true", help="no servers")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--store", type=Path, default=Path("runs/end_to_end.jsonl"))
-    parser.add_argument("--label", default="here")
+    parser.add_argument("--label", help="default: the state of this tree's packages, which edits change")
     parser.add_argument("--directory", type=Path, default=Path("runs/end-to-end"))
     parser.add_argument("--against", metavar="COMMIT", help="run its packages too, and compare")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--compare", metavar="LABEL", help="compare with stored rows")
     arguments, arguments.extra = parser.parse_known_args(given)
+    arguments.label = arguments.label or tree_label(ROOT)
     arguments.task = arguments.task or ("demo" if arguments.model is None else "sums")
     arguments.devices = arguments.devices or device_count(arguments.backend)
     if arguments.against is not None:

@@ -188,16 +188,15 @@ def test_another_tree_runs_in_turns_and_is_compared(
     assert "embedded: 0.500 of the seconds a step of id-of-old" in capsys.readouterr().out
     placement = tomllib.loads((tmp_path / "runs" / "embedded.toml").read_text())["placement"]
     assert placement == {"launcher": "local", "num_workers": 1}, "the name that the old tree, the last, knows"
+    here = stored(tmp_path)[0]["label"]
     assert [(row["label"], row["round"]) for row in stored(tmp_path)] == [
-        ("here", 0),
+        (here, 0),
         ("id-of-old", 0),
-        ("here", 1),
+        (here, 1),
         ("id-of-old", 1),
     ]
-    assert (
-        call("--label", "id-of-old", "--rounds", "2", "--compare", "here", rows=["embedded"], status=1) == []
-    )
-    assert "embedded: 2.000 of the seconds a step of here; at most 1.03: slower" in capsys.readouterr().out
+    assert call("--label", "id-of-old", "--rounds", "2", "--compare", here, rows=["embedded"], status=1) == []
+    assert f"embedded: 2.000 of the seconds a step of {here}; at most 1.03: slower" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
