@@ -14,7 +14,9 @@ ASKED = "ANYGAUGE_SGLANG_PLATFORM"
 """Environment variable: who asks for this platform. Without it SGLang never hears of it."""
 PLATFORM_ENV: Mapping[str, str] = {ASKED: PLATFORM, "SGLANG_PLATFORM": PLATFORM}
 """Environment of the server processes that our launcher starts."""
-INSTALLS: Mapping[str, str] = {"sglang": "pip install --no-deps -r requirements/sglang-cpu.txt"}
+INSTALLS: Mapping[str, str] = {
+    "sglang": "in a clone of anygauge, pip install --no-deps -r requirements/sglang-cpu.txt"
+}
 """Its own requirements are those of a GPU, a torch that fits them included."""
 
 SGLANG: Mapping[str, Any] = {

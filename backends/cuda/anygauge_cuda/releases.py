@@ -13,8 +13,8 @@ DRIVER_OF_CUDA: Mapping[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580.
 From the table of minor version compatibility in the release notes of the CUDA toolkit 13.0.
 """
 INSTALL = (
-    "install a torch that is built for CUDA: pip install -r requirements/cuda.txt, or "
-    "https://pytorch.org/get-started/locally"
+    "install a torch that is built for CUDA: in a clone of anygauge, pip install -r requirements/cuda.txt, "
+    "or https://pytorch.org/get-started/locally"
 )
 
 

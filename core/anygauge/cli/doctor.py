@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Literal
 
 from anygauge.cli.arguments import finite
+from anygauge.extras import install_extra
 from anygauge.version import __version__
 from anygauge_hooks.errors import UnknownBackendError
 from anygauge_hooks.types import HostCheck
@@ -30,8 +31,8 @@ HELP = "Check which backends run on this host, and how to fix the others."
 
 _READERS = (
     ("images, animations", "pillow", "pip install pillow"),
-    ("mp4 and other video", "av", "pip install 'anygauge[media]'"),
-    ("sound other than WAV", "soundfile", "pip install 'anygauge[media]'"),
+    ("mp4 and other video", "av", install_extra("media")),
+    ("sound other than WAV", "soundfile", install_extra("media")),
 )
 
 Status = Literal["PASS", "FAIL", "NOT INSTALLED"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anygauge.extras import install_extra
 from anygauge.hub.client import Client, Explanation
 from anygauge.hub.files import NOT_WANTED, HubFiles
 from anygauge.hub.names import HubName
@@ -37,7 +38,7 @@ class ModelScope(Client):
         except ImportError as error:
             raise HubError(
                 f'hub.source = "modelscope", and its client is not installed: {error}.',
-                hint="pip install 'anygauge[modelscope]', or set hub.source = \"huggingface\".",
+                hint=f'Set hub.source = "huggingface", or {install_extra("modelscope")}',
             ) from error
         default = get_default_config()
         super().__init__(hub, host=default.endpoint, cache=default.cache_dir, code=code)

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from anygauge.config.rules.profile import TORCH
+from anygauge.extras import install_extra
 from anygauge.observability.datasets import dataset_names
 from anygauge.observability.progress import RunProgress
 from anygauge_hooks import hookimpl
@@ -60,7 +61,7 @@ def check_config(config: Any) -> list[ConfigProblem]:
 def _missing_packages(config: Any) -> Iterator[ConfigProblem]:
     for index, name in enumerate(config.run.trackers):
         if name in OPTIONS and name != "jsonl" and not _is_installed(name):
-            hint = f"the package {name} is not installed: pip install 'anygauge[{name}]'"
+            hint = f"the package {name} is not installed: {install_extra(name)}"
             yield ConfigProblem(path=f"run.trackers[{index}]", found=name, hint=hint)
 
 

@@ -379,7 +379,8 @@ def test_a_tracker_without_its_package_is_a_problem(name: str, monkeypatch: pyte
         ConfigProblem(
             path="run.trackers[1]",
             found=name,
-            hint=f"the package {name} is not installed: pip install 'anygauge[{name}]'",
+            hint=f"the package {name} is not installed: pip install 'anygauge[{name}]', or in a clone of "
+            f"anygauge: pip install -e '.[{name}]'",
         )
     ]
 

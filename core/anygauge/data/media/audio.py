@@ -10,6 +10,7 @@ import numpy as np
 
 from anygauge.data.media.decode import decoding
 from anygauge.data.media.sources import Source
+from anygauge.extras import install_extra
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Decoded, Header
 
@@ -167,6 +168,6 @@ def _soundfile() -> Any:
     except (ImportError, OSError) as error:
         raise MediaError(
             "is a recording that needs soundfile, which is not installed.",
-            hint="pip install 'anygauge[media]', or convert it to WAV with integer samples.",
+            hint=f"Convert it to WAV with integer samples, or {install_extra('media')}",
         ) from error
     return soundfile

@@ -20,6 +20,7 @@ from anygauge.data.media.decode import (
     open_image,
 )
 from anygauge.data.media.sources import Source
+from anygauge.extras import install_extra
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Decoded, Header
 
@@ -214,7 +215,7 @@ def _container(file: BinaryIO) -> Iterator[Any]:
     except ImportError as error:
         raise MediaError(
             "is a video that needs PyAV, which is not installed.",
-            hint="pip install 'anygauge[media]', or give a list of frames.",
+            hint=f"Give a list of frames, or {install_extra('media')}",
         ) from error
     with decoding(), av.open(file, container_options=_CONTAINER_OPTIONS) as container:
         if not container.streams.video:
