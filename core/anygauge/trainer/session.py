@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TRAINING", "Session"]
 
+_log = logging.getLogger(__name__)
+EVALUATIONS = "eval/"
+"""Begins the names of an evaluation's metrics."""
 TRAINING = ""
 """Stands for the training data among the names of evaluation data sets."""
 
@@ -58,6 +63,8 @@ class Session:
     trackers: Sequence[Tracker] = ()
     timeline: Timeline | None = None
     """``None`` in an evaluation, and with ``profile.timeline = false``."""
+    has_told_of_best: bool = False
+    """Whether the user was warned that no metric is that of ``save.best``."""
 
     @property
     def info(self) -> RunInfo:
@@ -95,5 +102,22 @@ class Session:
         best = self.config.save.best
         if best is not None and math.isfinite(metrics.get(best, math.nan)):
             self.state.scores[step] = metrics[best]
+        elif best is not None and not self.state.scores:
+            self._tell_of_missing(best, metrics, step)
         for tracker in self.trackers:
             tracker.log(metrics, step=step)
+
+    def _tell_of_missing(self, best: str, metrics: Mapping[str, float], step: int) -> None:
+        """Warn once of a ``save.best`` that no metric of its kind has: nothing would be kept for it.
+
+        Evaluations have metrics of their own; those of a step say nothing about them.
+        """
+        kinds = {name.startswith(EVALUATIONS) for name in metrics}
+        if self.has_told_of_best or best in metrics or best.startswith(EVALUATIONS) not in kinds:
+            return
+        self.has_told_of_best = True
+        last = best.rpartition("/")[2]
+        same = [name for name in metrics if name.rpartition("/")[2] == last]
+        close = same or difflib.get_close_matches(best, metrics, n=3, cutoff=0.5)
+        meant = f"; did you mean {' or '.join(close)}?" if close else ""
+        _log.warning("save.best = %r is not among the metrics of step %d%s", best, step, meant)

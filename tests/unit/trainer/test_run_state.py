@@ -21,9 +21,9 @@ def info() -> RunInfo:
     return RunInfo(name="r", directory="r", backend="cpu", total_steps=9, config=config())
 
 
-def config(**run: Any) -> Config:
+def config(*, best: str = BEST, **run: Any) -> Config:
     tree = {"run": {"name": "r", **run}, "model": "m", "data": {"train": ["d.jsonl"]}}
-    return Config.model_validate({**tree, "save": {"best": BEST}})
+    return Config.model_validate({**tree, "save": {"best": best}})
 
 
 class Source:
@@ -34,9 +34,35 @@ class Source:
             raise DataError("The data has changed.", hint="Restore it.")
 
 
-def test_a_score_is_that_of_the_metric_and_survives_a_resume() -> None:
+def untracked(best: str) -> Any:
     session: Any = Session.__new__(Session)
-    session.config, session.state, session.trackers = config(), RunState(info(), best=BEST), ()
+    session.config, session.state, session.trackers = config(best=best), RunState(info(), best=best), ()
+    session.has_told_of_best = False
+    return session
+
+
+@pytest.mark.parametrize("best", ["reward", "rollout/rewards", "eval/held_out"])
+def test_a_metric_that_never_comes_is_said_once(best: str, caplog: pytest.LogCaptureFixture) -> None:
+    session = untracked(best)
+    for step in range(3):
+        session.track({"eval/held-out": 0.25}, step=step)
+        session.track({"rollout/reward": 1.0, "train/loss": 1.0}, step=step)
+    (warning,) = caplog.messages
+    meant = "eval/held-out" if best.startswith("eval/") else "rollout/reward"
+    assert warning == f"save.best = {best!r} is not among the metrics of step 0; did you mean {meant}?"
+
+
+def test_nothing_is_said_of_a_metric_that_comes(caplog: pytest.LogCaptureFixture) -> None:
+    for best in ("rollout/reward", "eval/held-out"):
+        session = untracked(best)
+        session.track({"rollout/reward": 1.0}, step=1)
+        session.track({"eval/held-out": float("nan")}, step=2)
+        session.track({"rollout/loss": 1.0}, step=3)
+    assert not caplog.messages
+
+
+def test_a_score_is_that_of_the_metric_and_survives_a_resume() -> None:
+    session = untracked(BEST)
     session.track({"eval/held-out": 0.25, "eval/other": 1.0}, step=0)
     session.track({"train/loss": 1.0}, step=1)
     session.track({"eval/held-out": 0.5}, step=2)
