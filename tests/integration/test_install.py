@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Callable, Sequence
 from email import message_from_bytes
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-REPOSITORY = "https://github.com/anygauge/anygauge"
+REPOSITORY: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PACKAGES = {"anygauge", "anygauge_hooks", "anygauge_models", "anygauge_cpu"}
 ENTRY_POINTS = """

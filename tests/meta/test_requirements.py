@@ -169,3 +169,20 @@ def test_nothing_is_called_that_the_oldest_torch_has_not(folder: str) -> None:
     texts = (path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py"))
     found = {name for text in texts for name in re.findall(r"torch\.accelerator\.(\w+)\(", text)}
     assert found <= OF_THE_OLDEST_TORCH
+
+
+def test_the_addresses_of_the_project_are_those_of_its_metadata() -> None:
+    urls = project(".")["urls"]
+    assert all(url.startswith((urls["Repository"], urls["Documentation"])) for url in urls.values())
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    written = {
+        "mkdocs.yml": dict(re.findall(r"^(repo_url|site_url): (.+?)/?$", site, re.MULTILINE))
+        == {"repo_url": urls["Repository"], "site_url": urls["Documentation"]}
+    }
+    for name in ("cuda", "npu"):
+        backend, page = f"backends/{name}", f"{urls['Documentation']}/{name}"
+        text = (ROOT / backend / "README.md").read_text(encoding="utf-8")
+        links = re.findall(r"(https://[^)\s]+)/blob/main/", text)
+        written[f"{backend}/pyproject.toml"] = project(backend)["urls"] == {**urls, "Documentation": page}
+        written[f"{backend}/README.md"] = set(links) == {urls["Repository"]}
+    assert [path for path, agrees in written.items() if not agrees] == []
