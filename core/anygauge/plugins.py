@@ -11,6 +11,7 @@ import importlib
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -465,11 +466,17 @@ def imported(path: str, kind: str = "") -> Any:
             functions = [known for known in dir(target) if callable(getattr(target, known, None))]
             close = difflib.get_close_matches(part, functions)
             raise UnknownNameError(
-                f"{whose}module {module!r} has no {attribute!r}.",
+                f"{whose}module {module!r}{_file_of(module)} has no {attribute!r}.",
                 hint=f"Did you mean {' or '.join(close)}?" if close else "Define it there.",
             )
         target = getattr(target, part)
     return target
+
+
+def _file_of(module: str) -> str:
+    """Return the file of an imported module, in parentheses: another one of that name may have been meant."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return f" ({file})" if file else ""
 
 
 def _hook_names(manager: pluggy.PluginManager, namespace: ModuleType | type) -> Iterator[str]:
@@ -498,7 +505,10 @@ def _check_hook_names(
     for caller in manager.get_hookcallers(plugin) or ():
         (own,) = [one for one in caller.get_hookimpls() if one.plugin is plugin]
         if not caller.has_spec() and not own.optionalhook:
-            close = difflib.get_close_matches(caller.name, known(), n=1)  # many differ in one word alone
+            stem = caller.name.removesuffix("s")
+            longer = [name for name in known() if name.startswith(stem)]  # register_rewards, say
+            # one, since many names differ in one word alone
+            close = longer or difflib.get_close_matches(caller.name, known(), n=1)
             suggestion = f" (did you mean {close[0]}?)" if close else ""
             raise PluginError(f"unknown hook {caller.name!r}{suggestion}")
 
@@ -591,6 +601,13 @@ def install_hint(backend: str) -> str:
     return f"In a clone of anygauge: pip install ./backends/{backend} (docs/{backend}.md)"
 
 
+def _close_backend(name: str, backends: Mapping[str, BackendSpec]) -> str | None:
+    """Return a backend that was probably meant, as a hint."""
+    names = [alias for spec in backends.values() for alias in (spec.name, *spec.aliases)]
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"Did you mean {close[0]}?" if close else None
+
+
 def plugin_distribution(owner: str) -> tuple[str | None, str | None]:
     """Return name and version of the distribution that a plugin came with, if it was installed from one.
 
@@ -676,5 +693,5 @@ def find_backend(plugins: Plugins, backends: Mapping[str, BackendSpec], name: st
     failed = "".join(f"; failed to load: {other}" for other in sorted(plugins.load_errors))
     raise UnknownBackendError(
         f"Unknown backend {name!r}; installed: {', '.join(sorted(backends))}{failed}.",
-        hint=install_hint(name) if name in published_backends() else None,
+        hint=install_hint(name) if name in published_backends() else _close_backend(name, backends),
     )

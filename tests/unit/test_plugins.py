@@ -162,6 +162,8 @@ def test_a_misspelt_hook_is_answered_with_the_closest_one(plugins: Plugins) -> N
         PluginError, match=r"'register_polcy_losses' \(did you mean register_policy_losses\?\)"
     ):
         plugins.register(plugin(register_polcy_losses=lambda: []), "misspelt")
+    with pytest.raises(PluginError, match=r"\(did you mean register_reward_functions\?\)"):
+        plugins.register(plugin(register_rewards=lambda: []), "short")
 
 
 def test_a_wrong_argument_names_the_plugin_and_the_argument(plugins: Plugins) -> None:
@@ -635,6 +637,8 @@ def test_a_backend_is_found_whether_or_not_it_can_run(plugins: Plugins) -> None:
     assert find_backend(plugins, found, "fast").name == "fast"
     with pytest.raises(UnknownBackendError, match="Unknown backend 'nope'; installed: cpu, fast"):
         find_backend(plugins, found, "nope")
+    with pytest.raises(UnknownBackendError, match=r"(?s)Unknown backend 'fats';.*Did you mean fast\?"):
+        find_backend(plugins, found, "fats")
 
 
 def test_an_alias_names_a_backend_unless_it_is_the_name_of_another(plugins: Plugins) -> None:

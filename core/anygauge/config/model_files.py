@@ -26,6 +26,8 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 _log = logging.getLogger(__name__)
 
+POINTER = b"version https://git-lfs"
+"""Starts a file that Git LFS has not downloaded yet."""
 LENGTH_BYTES = 8
 """Size of the length field at the start of a safetensors file: its JSON header's length, little endian."""
 
@@ -45,8 +47,10 @@ def read_model(
     :param trust_remote_code: Whether Python files of the directory may run.
     :param is_critic: Whether it may be a classifier with one label; it is returned as a language model.
     """
-    problems = [*_tokenizer_file(directory), *_weights(directory)]
     path = directory / "config.json"
+    if not path.is_file() and (other := _other_kind(directory)):
+        return None, [other]
+    problems = [*_tokenizer_file(directory), *_weights(directory)]
     if not path.is_file():
         return None, [*problems, "has no config.json"]
     try:
@@ -67,6 +71,17 @@ def read_model(
         problems += _code(directory, {} if builds else hf)
     text = dict(text_config(hf))
     return text, [*problems, *_vocabulary(directory, text)]
+
+
+def _other_kind(directory: Path) -> str:
+    """Return what a directory without ``config.json`` is, and what to name instead; empty if unknown."""
+    if (directory / "adapter_config.json").is_file():
+        return "is an adapter of peft; name its base model, and the adapter in train.lora.path"
+    if (directory / "manifest.json").is_file():
+        return "is a checkpoint of a run; `anygauge convert --to-hf DIR OUT` writes its model"
+    if (directory / "config.toml").is_file():
+        return f"is a run; the model that it wrote at its end is in {directory / 'hf'}"
+    return ""
 
 
 def _code(directory: Path, hf: Mapping[str, Any]) -> Iterator[str]:
@@ -131,6 +146,10 @@ def _torn(path: Path) -> Iterator[str]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                yield f"its {path.name} is a pointer of Git LFS; run `git lfs pull` there"
+                return
+            file.seek(0)
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             header = parse_json(file.read(length) if length <= size else b"", strict=False)
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]

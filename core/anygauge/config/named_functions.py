@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import Parameter
+from pathlib import PurePosixPath
 from typing import Any
 
 from anygauge.plugins import IMPORTABLE, Plugins, imported, is_import_path
@@ -42,10 +44,24 @@ def name_problems(path: str, name: str, hook: str, plugins: Plugins) -> Problems
         yield from _imported_problems(path, name, hook, plugins)
     elif name not in (known := plugins.named(hook)):
         hint = f"no plugin provides it; available: {', '.join(sorted(known)) or 'none'}"
-        hint += "; a function of your own is package.module:function" if hook in IMPORTABLE else ""
+        close = difflib.get_close_matches(name, known, n=1)
+        hint += f"; did you mean {close[0]}?" if close else ""
+        hint += f"; a function of your own is {_import_path(name)}" if hook in IMPORTABLE else ""
         if name.startswith(PYTHON):
             hint = "a Python program gave this function, which has no importable name; give it again there"
         yield ConfigProblem(path=path, found=name, hint=hint + failed_plugins(plugins))
+
+
+def _import_path(name: str) -> str:
+    """Return how to write a name that may be the path of a file, or have a dot where a colon belongs.
+
+    >>> _import_path("rewards/score.py"), _import_path("my_rewards.score"), _import_path("grpo")
+    ('score:FUNCTION', 'my_rewards:score', 'package.module:function')
+    """
+    if name.endswith(".py"):
+        return f"{PurePosixPath(name).stem}:FUNCTION"
+    module, _, function = name.rpartition(".")
+    return f"{module}:{function}" if module and function.isidentifier() else "package.module:function"
 
 
 def _imported_problems(path: str, name: str, hook: str, plugins: Plugins) -> Problems:
@@ -61,6 +77,11 @@ def import_problems(path: str, name: str) -> Problems:
     :param path: Path of the key that holds the name.
     """
     module, _, function = name.partition(":")
+    if module.endswith(".py"):
+        meant = f"{PurePosixPath(module).stem}:{function}"
+        hint = f"write {meant}, in the directory of {PurePosixPath(module).name} or with that on PYTHONPATH"
+        yield ConfigProblem(path=path, found=name, hint=hint)
+        return
     if not function or not all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
         yield ConfigProblem(path=path, found=name, hint="write it as package.module:function")
         return

@@ -15,6 +15,17 @@ __all__ = ["Identity", "Line", "count_lines", "file_identity", "read_slice", "re
 
 HINT = "data.train and eval.data are lists of JSONL, Parquet or CSV files."
 
+_SNIFFED_BYTES = 64
+_FORMATS = (
+    (b"\x1f\x8b", "is compressed with gzip", "Decompress it: gunzip FILE"),
+    (b"\x28\xb5\x2f\xfd", "is compressed with zstd", "Decompress it: unzstd FILE"),
+    (b"\xfd7zXZ", "is compressed with xz", "Decompress it: unxz FILE"),
+    (b"PK\x03\x04", "is a ZIP archive", "Unpack it and name the file in it."),
+    (b"PAR1", "is a Parquet file", "Give its name the suffix .parquet."),
+    (b"version https://git-lfs", "is a pointer of Git LFS", "Download the file: git lfs pull"),
+)
+"""First bytes of files that are no lines, what they are, and what to do."""
+
 
 class Line(NamedTuple):
     """A line that is not blank."""
@@ -81,10 +92,21 @@ def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"Cannot read {path}: {error.strerror}.", hint=HINT)
 
 
+def _refuse_other_formats(path: Path, start: bytes) -> None:
+    """Raise if a file's first bytes are not those of JSON Lines: each of its lines would be an error."""
+    problem, hint = next((why for mark, *why in _FORMATS if start.startswith(mark)), ("", ""))
+    if start.lstrip().startswith(b"["):
+        problem, hint = "is one JSON array", "Write one object per line: jq -c '.[]' OLD > NEW"
+    if problem:
+        raise DataError(f"{path} {problem}, and not JSON Lines.", hint=hint)
+
+
 def _read_lines(path: Path) -> Iterator[Line]:
     offset = 0
     try:
         with path.open("rb") as stream:
+            _refuse_other_formats(path, stream.read(_SNIFFED_BYTES))
+            stream.seek(0)
             for number, content in enumerate(stream, 1):
                 if not content.isspace():
                     yield Line(number, offset, content)

@@ -57,12 +57,14 @@ class HubName:
 
 
 def _similar_directories(path: Path) -> list[str]:
-    """Return directories next to a path that does not exist, or below one whose name is like its parent's."""
+    """Return directories that a path may mean: next to it, without its parent, or below a similar parent."""
     folders = [each.name for each in Path().iterdir() if each.is_dir()]
     if path.parent.name in folders:
         there = [each.name for each in path.parent.iterdir() if each.is_dir()]
         close = difflib.get_close_matches(path.name, there, n=MOST_MEANT, cutoff=0.3) or sorted(there)
         return [str(path.parent / name) for name in close[:MOST_MEANT]]
+    if path.name in folders:
+        return [path.name]
     parents = difflib.get_close_matches(path.parent.name, folders, n=MOST_MEANT)
     return [name for name in (f"{parent}/{path.name}" for parent in parents) if Path(name).is_dir()]
 

@@ -39,7 +39,7 @@ def weight_names(directory: Path) -> list[str]:
     if (directory / SINGLE).is_file():
         return [SINGLE]
     if not index.is_file():
-        raise ValueError(f"has no safetensors weights: {SINGLE} or {INDEX}")
+        raise ValueError(f"has no safetensors weights: {SINGLE} or {INDEX}{_not_read(directory)}")
     try:
         names = set(read_json(index)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -49,6 +49,12 @@ def weight_names(directory: Path) -> list[str]:
         what = f"{wrong[0]!r}, which is not a file of this directory" if wrong else "no file"
         raise ValueError(f"its {INDEX} names {what}")
     return sorted(names)
+
+
+def _not_read(directory: Path) -> str:
+    """Return which weights of another format a directory has, as the end of a clause."""
+    names = sorted(path.name for path in directory.iterdir() if path.suffix in _WEIGHT_SUFFIXES[1:])
+    return f"; {names[0]} is not read: save the model with transformers' save_pretrained" if names else ""
 
 
 def weight_files(directory: Path) -> list[Path]:

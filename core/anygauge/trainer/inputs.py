@@ -200,8 +200,9 @@ def load_tokenizer(config: Config) -> Any:
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=config.model.trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # foreign code: transformers' classes read the files of the model
         raise CheckpointError(
-            f"transformers cannot load a tokenizer from {directory}: {error}",
-            hint="The directory needs tokenizer.json and tokenizer_config.json.",
+            f"transformers cannot load a tokenizer from {directory}: {type(error).__name__}: {error}",
+            hint="The directory needs tokenizer.json, tokenizer_config.json and config.json as they were "
+            "published.",
         ) from error

@@ -100,6 +100,8 @@ DAMAGES: Mapping[str, Callable[[Path], None]] = {
     "torn tokenizer": cut("tokenizer.json", 0.5),
     "empty tokenizer": write("tokenizer.json", b""),
     "tokenizer is a list": write("tokenizer.json", b"[]"),
+    "tokenizer of nothing": write("tokenizer.json", b"{}"),
+    "more layers than are described": edit("config.json", num_hidden_layers=3),
     "code": edit(
         "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"}, architectures=["EvilForCausalLM"]
     ),

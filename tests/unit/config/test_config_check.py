@@ -34,7 +34,7 @@ Load = Callable[..., LoadedConfig]
             "placement.train_workers: found 3; leaves workers without a prompt: at most",
         ),
         (["--rollout.stop_token_ids=[7, 8]"], "stop_token_ids[1]: found 8; the model's vocab_size is 8"),
-        (["--reward.function=json:lodas"], "module 'json' has no 'lodas'. Did you mean loads or load?"),
+        (["--reward.function=json:lodas"], "has no 'lodas'. Did you mean loads or load?"),
         (["--reward.function=json:JSONDecoder.decod"], "has no 'JSONDecoder.decod'. Did you mean decode"),
         (["--data.label_key=none"], "data.label_key: not set; reward 'exact_match' compares with a label"),
         (
@@ -56,12 +56,23 @@ Load = Callable[..., LoadedConfig]
         (["--data.source=x"], "data.source: found 'x'; no plugin"),
         (['--run.trackers=["jsonl", "x"]'], "run.trackers: found 'x'; no plugin"),
         (["--reward.function=x"], "a function of your own is package.module:function"),
+        (["--reward.function=exactmatch"], "available: exact_match; did you mean exact_match?"),
+        (["--reward.function=json.loads"], "a function of your own is json:loads"),
+        (["--reward.function=./own/mine.py"], "a function of your own is mine:FUNCTION"),
+        (["--reward.function=own/mine.py:f"], "write mine:f, in the directory of mine.py"),
         (["--reward.function=a-b:c"], "write it as package.module:function"),
         (["--reward.function=no_such_module:f"], "no module 'no_such_module'"),
         (["--reward.function=no_such.module:f"], "importing 'no_such.module' raised ModuleNotFoundError"),
         (["--reward.options.loud=true"], "reward.options.loud: found True; 'exact_match' has no such option"),
         (["--algorithm.advantage_options={cent=true}"], "no such option; known: center, scale"),
         (['--data.train=["a.jsonl"]'], "data.train[0]: found 'a.jsonl'; no such file"),
+        (['--data.train=["*.jsonl"]'], "patterns are not expanded; name each file"),
+        (['--data.train=["~/a.jsonl"]'], "~ is not expanded"),
+        (['--data.train=["https://a.org/a.jsonl"]'], "addresses are not read; download the file"),
+        (
+            ['--data.train=["openai/gsm8k"]'],
+            "a file of the data set openai/gsm8k on the hub is hf://datasets/",
+        ),
         (['--eval.data=["a.jsonl"]'], "eval.data[0]: found 'a.jsonl'; no such file"),
         (["--model.path=Model"], "relative paths start at the current directory, and not a name on a hub"),
         (
@@ -189,7 +200,7 @@ def test_a_function_of_the_users_own_may_be_named_everywhere(load: Load, plugins
     assert not [line for line in problems if line.startswith(key)]
     problems = found_problems(lambda: load(tables, [naming(key, "own_functions:misspelt")]))
     (problem,) = [line for line in problems if line.startswith(key)]
-    assert "module 'own_functions' has no 'misspelt'" in problem
+    assert "own_functions.py) has no 'misspelt'" in problem, "the file says which module was found"
     problems = found_problems(lambda: load(tables, [naming(key, "own_functions:NUMBER")]))
     (problem,) = [line for line in problems if line.startswith(key)]
     assert "it is not a function" in problem
@@ -227,6 +238,40 @@ def test_an_engine_is_never_a_path(plugins: Plugins) -> None:
 def test_an_incomplete_model_directory(load: Load, model_dir: Path, file: str, text: str) -> None:
     (model_dir / file).unlink()
     with pytest.raises(ConfigError, match=text):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("adapter_config.json", "is an adapter of peft; .* the adapter in train.lora.path"),
+        ("manifest.json", "is a checkpoint of a run; `anygauge convert --to-hf"),
+        ("config.toml", "is a run; the model that it wrote at its end is in .*/hf"),
+    ],
+)
+def test_another_kind_of_directory(load: Load, model_dir: Path, file: str, text: str) -> None:
+    for path in model_dir.iterdir():
+        path.unlink()
+    (model_dir / file).touch()
+    with pytest.raises(ConfigError, match=text) as caught:
+        load()
+    assert "1 problem" in str(caught.value)
+
+
+def test_a_model_that_is_a_file(load: Load, model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="is a file; name the Hugging Face directory"):
+        load({}, [f"--model.path={model_dir / 'config.json'}"])
+
+
+def test_weights_of_another_format_are_named(load: Load, model_dir: Path) -> None:
+    (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is not read: .* save_pretrained"):
+        load()
+
+
+def test_a_pointer_of_git_lfs(load: Load, model_dir: Path) -> None:
+    (model_dir / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match=r"pointer of Git LFS; run `git lfs pull`"):
         load()
 
 

@@ -21,7 +21,11 @@ FILTER = '--rollout.filters=["zero_variance"]'
     [
         (["--rollout.function=nope"], "rollout.function: found 'nope'", "available: single_turn, turns"),
         (["--rollout.function=nope:f"], "rollout.function: found 'nope:f'", "no module 'nope'"),
-        (["--rollout.function=json:lods"], "rollout.function: found 'json:lods'", "module 'json' has no"),
+        (
+            ["--rollout.function=json:lods"],
+            "rollout.function: found 'json:lods'",
+            "has no 'lods'. Did you",
+        ),
         (["--rollout.function=turns"], "rollout.function_options.tool: not set", "'turns' needs it"),
         (
             ["--rollout.function_options={most=2}"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,26 @@ def test_keys_can_be_named(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows({"question": "1+1=", "answer": 2})
     source = FileSource(data(path, input_key="question", label_key="answer"), tokenizer)
     assert [(prompt.text, prompt.label) for prompt in source.all()] == [("1+1=", 2)]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b'[{"prompt": "1"},\n{"prompt": "2"}]', "is one JSON array, .*\n.*jq -c"),
+        (b' \n [\n{"prompt": "1"}]', "is one JSON array"),
+        (gzip.compress(b'{"prompt": "1"}', mtime=0), "is compressed with gzip, .*\n.*gunzip"),
+        (b"PK\x03\x04", "is a ZIP archive"),
+        (b"PAR1\x15", "is a Parquet file, .*\n.*suffix"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS, .*\n.*git lfs pull"),
+    ],
+)
+def test_a_file_of_another_format_is_one_problem(
+    tmp_path: Path, tokenizer: Any, content: bytes, text: str
+) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=text):
+        FileSource(data(path), tokenizer)
 
 
 def test_a_label_is_optional(write_rows: WriteRows, tokenizer: Any) -> None:

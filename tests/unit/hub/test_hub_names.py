@@ -83,6 +83,7 @@ def test_a_data_path_that_is_no_name(text: str) -> None:
         ("models/qwen", "did you mean models/qwen3?"),
         ("models/none", "did you mean models/llama or models/qwen3?"),
         ("model/qwen3", "did you mean models/qwen3?"),
+        ("other/runs", "did you mean runs?"),
         ("model/other", None),
         ("Qwen/Qwen3-0.6B", None),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -62,8 +63,24 @@ def _data_file(path: str, file: DataFile) -> Problems:
         hint = f"{problem}; {WANTED}"
         if problem == NO_FILE:
             meant = meant_slice(file.path)
-            hint = problem + (f"; did you mean {meant}?" if meant else from_here(local))
+            here = f"; did you mean {meant}?" if meant else from_here(local)
+            hint = _other_notation(file.path) or problem + here
         yield ConfigProblem(path=path, found=file.path, hint=hint)
+
+
+def _other_notation(path: str) -> str:
+    """Return how to name a file that is not there, if its path is written as elsewhere; else nothing."""
+    if re.match(r"https?://", path):
+        return (
+            f"addresses are not read; download the file, or write {DATASETS}OWNER/NAME/FILE for one on a hub"
+        )
+    if path.startswith("~"):
+        return "~ is not expanded; write the whole path"
+    if re.search(r"[*?{]", path):
+        return "patterns are not expanded; name each file"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).suffix:
+        return f"no such file; a file of the data set {path} on the hub is {DATASETS}{path}/FILE"
+    return ""
 
 
 def run_directory_rule(config: Config, user_keys: Collection[str]) -> Problems:

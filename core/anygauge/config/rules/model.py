@@ -122,6 +122,8 @@ def _read_model(
 
     if model_name(path, directory) is not None:
         return None, []  # looked up once nothing else is wrong
+    if os.path.isfile(directory):
+        return None, [problem("is a file; name the Hugging Face directory of a model")]
     if not os.path.isdir(directory):
         hint = f"no such directory{from_here(directory)}, and not a name on a hub, which is OWNER/NAME"
         return None, [problem(hint)]

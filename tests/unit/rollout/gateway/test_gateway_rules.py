@@ -96,7 +96,7 @@ def test_a_wrong_agent(options: dict[str, Any], path: str, hint: str) -> None:
     [
         ("host", "0.0.0.0", "name one of this host that they can reach"),
         ("tool_format", "yaml", "Take auto, none, glm"),
-        ("tool_format", "json:nothing", "module 'json' has no 'nothing'"),
+        ("tool_format", "json:nothing", "has no 'nothing'"),
         ("tool_format", "json:loads", "with a ToolFormat"),
         ("max_requests", 7, "a step has 8 rollouts at once"),
     ],
