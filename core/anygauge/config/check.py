@@ -34,7 +34,7 @@ from anygauge.config.rules.profile import profile_rules
 from anygauge.config.rules.resume import resume_rule
 from anygauge.config.rules.reward import label_rule, reward_functions, reward_rule
 from anygauge.config.rules.rollout import control_functions, control_rule
-from anygauge.config.rules.weight_sync import weight_sync_rules
+from anygauge.config.rules.weight_sync import transport_rule, weight_sync_rules
 from anygauge.config.schema import Config, Eval, EvalDataset
 from anygauge.config.secret_values import mask_rule
 from anygauge.config.tree import covers
@@ -128,6 +128,7 @@ def check(
         colocation_rules(config, plugins),
         weight_sync_rules(config, backend, plugins),
         profile_rules(config, backend, plugins),
+        transport_rule(config, user_keys, plugins),
         _provider(config, backend),
         lora_rules(config, plugins),
         engine_kinds(config, plugins),

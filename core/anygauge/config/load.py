@@ -277,11 +277,13 @@ def _parse(path: Path) -> Tree:
 
 def _unknown_backends(source: _Source, plugins: Plugins) -> Iterator[ConfigProblem]:
     """Yield the tables whose names look misspelt; another host may have the others."""
-    known = sorted({*plugins.named("register_backends"), *published_backends(), *plugins.load_errors})
+    backends: Mapping[str, BackendSpec] = plugins.named("register_backends")
+    known = sorted({*backends, *published_backends(), *plugins.load_errors})
     for name, table in source.overlays.items():
         if name in known or not _BACKEND_NAME.fullmatch(name):
             continue
-        close = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
+        close = [spec.name for spec in backends.values() if name in spec.aliases]
+        close = close or difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
         if close:
             hint = f"no such backend; did you mean [on.{close[0]}]?"
             yield ConfigProblem(path=f"on.{name}", found=table, hint=hint)

@@ -217,6 +217,12 @@ def _missing_hint(loc: Sequence[int | str]) -> str:
     return f"required table; it needs {', '.join(needed)}"
 
 
+def meant_key(name: str) -> str:
+    """Return which key a name without a table may stand for, as a clause; empty if there is none."""
+    text = _unknown_hint((name,)).removeprefix("unknown key; ")
+    return "" if text.startswith("known here") else text
+
+
 def _unknown_hint(loc: Sequence[int | str]) -> str:
     name, table = str(loc[-1]), _section(loc[:-1])
     assert table is not None
@@ -256,6 +262,8 @@ def _value_hint(detail: ErrorDetails) -> str:
         text += f": {_as_list(detail['input'])}"
     if detail["type"] == "string_pattern_mismatch" and detail["ctx"]["pattern"] == NAME_PATTERN:
         text = "must begin with a letter or a digit, and have only letters, digits, '.', '_' and '-'"
+    if detail["type"] in ("bool_parsing", "bool_type"):
+        text = "must be true or false"
     if field is not None and accepts_none(field):
         text += f', or "{NONE}"'
     if detail["type"] == "literal_error" and detail["input"] in HALF:

@@ -14,7 +14,7 @@ from anygauge.data.evaluation import eval_datasets
 from anygauge.plugins import Plugins
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import ConfigError, UnknownBackendError
-from anygauge_hooks.types import BackendSpec, ConfigProblem
+from anygauge_hooks.types import Availability, BackendSpec, ConfigProblem
 
 Load = Callable[..., LoadedConfig]
 
@@ -106,7 +106,7 @@ def test_bad_override(load: Load, overrides: list[str], text: str) -> None:
         ({"train": "qqq = 1"}, "train.qqq: found 1; unknown key; known here: engine, dtype"),
         ({"run": "steps = 1.5"}, "run.steps: found 1.5; must be a valid integer"),
         ({"run": 'steps = "5"'}, "run.steps: found '5'; must be a valid integer"),
-        ({"run": "overwrite = 1"}, "run.overwrite: found 1; must be a valid boolean"),
+        ({"run": "overwrite = 1"}, "run.overwrite: found 1; must be true or false"),
         ({"rollout": 'stop = [""]'}, "rollout.stop[0]: found ''; must have at least 1 character"),
         ({"rollout": "stop_token_ids = [-1]"}, "rollout.stop_token_ids[0]: found -1; must be greater than"),
         ({"train": "adam_betas = [0.9]"}, "train.adam_betas: found [0.9]; must be two numbers"),
@@ -144,6 +144,40 @@ def test_a_table_for_a_backend_that_is_not_installed_is_checked_and_otherwise_le
     assert re.search(
         r"\[on.elsewhere\] is for a backend that is not installed; known: (\w+, )*fast\b", caplog.text
     )
+
+
+def test_a_table_named_after_an_alias_says_the_backend(load: Load, plugins: Plugins) -> None:
+    plugins.register(Aliased(), "aliased")
+    with pytest.raises(ConfigError, match=r"on\.quick: found .*; did you mean \[on\.fastest\]\?"):
+        load({"on.quick.train": "lr = 0.5"})
+
+
+def test_a_warm_up_that_the_run_does_not_finish_is_a_warning(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    load({"train": "warmup_steps = 100"})
+    assert not caplog.messages
+    load({"train": "warmup_steps = 101"})
+    (warning,) = caplog.messages
+    assert "train.warmup_steps: found 101; the run takes 100 optimizer steps and ends before" in warning
+
+
+class Aliased:
+    """A backend with another name."""
+
+    @hookimpl
+    def register_backends(self) -> list[BackendSpec]:
+        return [
+            BackendSpec(
+                name="fastest",
+                aliases=("quick",),
+                device_type="fastest",
+                dist_backend="gloo",
+                probe=lambda: Availability(ok=False),
+                scheduler_resource="GPU",
+                local_device=lambda ids, env: 0,
+            )
+        ]
 
 
 def test_all_problems_come_in_one_error(load: Load, plugins: Plugins) -> None:

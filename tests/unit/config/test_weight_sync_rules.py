@@ -85,6 +85,8 @@ def test_shared_memory_is_refused_where_a_cluster_places_the_engines(load: Load)
         load({}, [*JOINED, "--rollout.engine=server", "--weight_sync.transport=tensor"])
     assert "weight_sync.transport: found 'tensor'" in str(caught.value)
     assert "these can: delta, disk, distributed" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"no effect with rollout\.engine = 'transformers'"):
+        load({}, ["--weight_sync.transport=disk"])
     embedded = load({}, [*JOINED, "--weight_sync.transport=tensor"])
     assert embedded.config.weight_sync.transport == "tensor", "an embedded engine takes none"
 

@@ -148,7 +148,12 @@ def _alone(config: Config, named: NamedFunction) -> Problems:
 
 def algorithm_warnings(config: Config) -> Problems:
     """Yield settings that are allowed but probably unintended."""
-    algorithm = config.algorithm
+    algorithm, warmup = config.algorithm, config.train.warmup_steps
+    if warmup > (total := config.run.steps * config.optimizer_steps):
+        hint = (
+            f"the run takes {total} optimizer steps and ends before train.lr = {config.train.lr:g} is reached"
+        )
+        yield ConfigProblem(path="train.warmup_steps", found=warmup, hint=hint)
     if config.run.task == "sft" or algorithm.policy_loss != SEQUENCE_RATIO:
         return
     paper = "GSPO's paper (arXiv 2507.18071)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from anygauge_hooks.types import BackendSpec
     from anygauge_hooks.weights import WeightTransportSpec
 
-__all__ = ["are_on_other_devices", "are_on_other_hosts", "weight_sync_rules"]
+__all__ = ["are_on_other_devices", "are_on_other_hosts", "transport_rule", "weight_sync_rules"]
 
 ADAPTER = "adapter"
 """Transport of adapters by themselves."""
@@ -83,6 +83,17 @@ def _adapter_obstacles(config: Config, able: Sequence[str]) -> Iterator[str]:
         yield f"servers that are all alike and the run's own load adapters, and there is {key}; {fix}"
     if config.weight_sync.pause == "in_place":
         yield 'an adapter is not changed under requests: write weight_sync.pause = "abort"'
+
+
+def transport_rule(config: Config, user_keys: Collection[str], plugins: Plugins) -> Iterator[ConfigProblem]:
+    """Yield a transport that was chosen for an engine that is not a server."""
+    engines: Mapping[str, RolloutEngineSpec] = plugins.named("register_rollout_engines")
+    engine = engines.get(config.rollout.engine)
+    transport, key = config.weight_sync.transport, "weight_sync.transport"
+    is_chosen = key in user_keys and transport != type(config.weight_sync).model_fields["transport"].default
+    if engine is not None and engine.serve is None and is_chosen:
+        hint = f"has no effect with rollout.engine = {engine.name!r}, which is not a server; leave it out"
+        yield ConfigProblem(path=key, found=transport, hint=hint)
 
 
 def are_on_other_devices(config: Config, backend: BackendSpec) -> bool:
