@@ -116,6 +116,15 @@ def test_a_demo_without_its_inputs_ends(monkeypatch: pytest.MonkeyPatch, tmp_pat
         main(["demo", "--backend", "cpu"])
 
 
+def test_a_demo_with_a_wrong_key_makes_no_inputs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--backend", "cpu", "--seed", "-1"]) == 1
+    assert "run.seed: found -1" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_demo_trains(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(demo, "make_inputs", seeds.append)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from anygauge.plugins import Plugins
     from anygauge_hooks.types import BackendSpec
 
-__all__ = ["finite", "is_override", "local_path", "positive", "requested_backend", "split_arguments"]
+__all__ = ["finite", "is_override", "local_path", "meant", "positive", "requested_backend", "split_arguments"]
 
 _OVERRIDE = re.compile(r"""--[A-Za-z_]\w*(\.([\w:-]+|"[^"]*"))+(=.*)?""", re.DOTALL)
 """A key of a user's function is quoted: ``--rollout.filter_options."package.module:function".least=1``."""
@@ -78,6 +79,24 @@ def is_override(token: str) -> bool:
     [True, True, False, False]
     """
     return _OVERRIDE.fullmatch(token) is not None
+
+
+def meant(token: str, command: argparse.ArgumentParser) -> str:
+    """Return what an unknown argument was meant to be, as a hint; empty if it is like nothing.
+
+    ``key=value`` is Hydra's way to write a config key, and an option may be that of another project.
+    """
+    from anygauge.config.validate import meant_key
+
+    key, equals, value = token.partition("=")
+    if equals and is_override(f"--{key}"):
+        return f"write --{key} {value}"
+    if not token.startswith("--"):
+        return f"a config key begins with two dashes: --{token.lstrip('-')}" if "." in token else ""
+    options = [option for action in command._actions for option in action.option_strings]
+    if close := difflib.get_close_matches(key, options, n=1, cutoff=0.8):
+        return f"did you mean {close[0]}?"
+    return meant_key(key.removeprefix("--").replace("-", "_"))
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

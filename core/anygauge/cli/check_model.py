@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
 
     plugins = load_plugins()
     backend, _ = select_backend(plugins, args.backend)
+    if args.against is not None:
+        plugins.get("register_rollout_engines", args.against)  # before the checks, which take minutes
     with tempfile.TemporaryDirectory() as scratch:
         if args.layers is not None:
             from anygauge.testing.model_cut import cut_model

@@ -27,7 +27,7 @@ from anygauge.cli import (
     train,
 )
 from anygauge.cli import eval as evaluate
-from anygauge.cli.arguments import split_arguments
+from anygauge.cli.arguments import meant, split_arguments
 from anygauge.cli.torch_extensions import extension_failure
 from anygauge.distributed.garbage import skip_last_collection
 from anygauge.observability.control_characters import (
@@ -120,7 +120,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(others)
     command: argparse.ArgumentParser = args.parser
     if args.command in WITH_CONFIG and unknown:
-        command.error(f"unrecognized arguments: {' '.join(unknown)} (a config key is --section.key value)")
+        hint = meant(unknown[0], command) or "a config key is --section.key value"
+        command.error(f"unrecognized arguments: {' '.join(unknown)} ({hint})")
     if unknown or (overrides and args.command not in WITH_CONFIG):
         command.error(f"unrecognized arguments: {' '.join([*unknown, *overrides])}")
     args.overrides = overrides

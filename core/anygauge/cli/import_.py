@@ -78,7 +78,8 @@ def _read(file: Path) -> str:
             content = stream.read(MOST_BYTES + 1)
         text = content.decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}.", hint="Name a script or a config.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{file} cannot be read: {reason}.", hint="Name a script or a config.") from error
     if len(content) > MOST_BYTES:
         hint = "Import the script that passes the arguments, or cut out what does not concern the run."
         raise ConfigError(f"{file} has more than {MOST_BYTES:,} bytes.", hint=hint)

@@ -25,6 +25,7 @@ HELP = "Print the commands that start a Ray cluster, or start this host's part o
 
 TOKEN = Path(".ray") / "auth_token"
 """In the home directory: where Ray looks for the secret of a cluster."""
+LARGEST_PORT = 65535
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
 
 
@@ -87,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the lines, or become one of them."""
     from anygauge.runtime.ray_commands import join_address
 
+    if args.head is not None and (problem := _port_problem(args.head)):
+        args.parser.error(f"argument --head: {problem}")
     if args.run == "worker" and (args.head is None or _port(args.head) is None):
         args.parser.error("--run worker needs --head HOST:PORT, as the head was started with")
     plan = _plan(args)
@@ -174,6 +177,15 @@ def _host(args: argparse.Namespace, cluster: Cluster) -> str:
         text: str = args.head if port is None else args.head.rpartition(":")[0]
         return text.strip("[]")
     return address_of(host_addresses(), cluster, single_host=args.nodes == 1)
+
+
+def _port_problem(head: str) -> str:
+    """Return what is wrong with the port of ``HOST:PORT``; empty if nothing is, or there is none."""
+    host, colon, port = head.rpartition(":")
+    if not colon or (":" in host and not host.startswith("[")) or head.endswith("]"):
+        return ""  # a host alone, or an IPv6 address without brackets
+    is_port = port.isdecimal() and 0 < int(port) <= LARGEST_PORT
+    return "" if is_port else f"the port of {head!r} must be a number from 1 to {LARGEST_PORT}"
 
 
 def _port(head: str) -> int | None:

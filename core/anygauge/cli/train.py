@@ -82,6 +82,8 @@ def _print_resolved(config: Config, *, check_files: bool) -> None:
         _say(f"not checked: {each.key} = {str(each)!r} is not in the cache; a run downloads it")
         if "did you mean" in (local := each.local_clause()):
             _say(f"             as a path, {local}")
+    if check_files:
+        _say("the rows of the data files are checked as a run starts")
     print(dump_config(config), end="")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from anygauge.distributed.addresses import in_url
 from anygauge.runtime.placement import GPU
+from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import BackendSpec
 
 __all__ = ["free_port", "head_command", "join_address", "worker_command"]
@@ -46,10 +47,19 @@ def join_address(host: str, port: int) -> str:
 
 
 def free_port(host: str) -> int:
-    """Return a port of this host that nobody listens on."""
+    """Return a port of this host that nobody listens on.
+
+    :raises PlacementError: The address is not one of this host.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as listener:
-        port: int = listener.getsockname()[1]
+    try:
+        with socket.create_server((host, 0), family=family) as listener:
+            port: int = listener.getsockname()[1]
+    except OSError as error:
+        raise PlacementError(
+            f"No free port can be looked for on {host}, which is no address of this host.",
+            hint="Name the port too, --head HOST:PORT, or run this on the head.",
+        ) from error
     return port
 
 

@@ -122,7 +122,8 @@ class _Check:
     def _tokenize(self) -> tuple[Any, list[int], CheckRow]:
         """Return the tokenizer, or ``None``, and tokens that the model has, whatever comes of the check."""
         size = text_config(self.hf)["vocab_size"]
-        tokens = made_up_tokens(size, 13)
+        padding = text_config(self.hf).get("pad_token_id")  # has no gradient in transformers
+        tokens = [token for token in made_up_tokens(size, 14) if token != padding][:13]
         try:
             tokenizer = load_tokenizer(self.config)
         except AnygaugeError as error:

@@ -6,7 +6,6 @@ Imports neither torch nor transformers, for which a backend prepares the process
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,6 +74,7 @@ def load_model_config(
     :raises ConfigError: The engine does not train the model, or the directory is incomplete.
     """
     from anygauge.config import load_config
+    from anygauge.config.tree import Tree, put
 
     values = {
         **dict(_SETTINGS),
@@ -83,10 +83,10 @@ def load_model_config(
         "train.engine": engine,
         **(settings or {}),
     }
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "check-model.toml"
-        file.touch()
-        return load_config(file, [*values.items()], backend=backend, plugins=plugins, trains=False)
+    tree: Tree = {}
+    for path, value in values.items():
+        put(tree, path, value)
+    return load_config(tree, (), backend=backend, plugins=plugins, trains=False)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,24 @@ def test_the_command_says_what_train_says_of_an_architecture(
     assert "train.engine = 'fsdp' trains it without one." in first
     assert first.endswith("[AG201]")
     assert others == [f"NOT RUN  {name:<15}needs configuration to pass" for name in CHECKS[1:]]
+
+
+def test_an_engine_to_compare_with_is_looked_up_before_the_checks(
+    phi: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check-model", str(phi), "--backend", "cpu", "--against", "vllm"]) == 1
+    output = capsys.readouterr()
+    assert "Unknown name 'vllm' for rollout engines; available: sglang" in output.err
+    assert not output.out
+
+
+def test_made_up_tokens_are_no_padding(phi: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = phi / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": 9}))
+    arguments = ["check-model", str(phi), "--backend", "cpu", "--engine", "fsdp"]
+    assert main([*arguments, "--prompt", "What?"]) == 1
+    (failed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert failed.startswith("FAIL     tokenizer"), "the padding token has no gradient in transformers"
 
 
 def test_a_model_is_cut_to_its_first_layers(phi: Path, capsys: pytest.CaptureFixture[str]) -> None:

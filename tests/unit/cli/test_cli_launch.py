@@ -15,6 +15,7 @@ from anygauge.cli import main
 from anygauge.cli.launch import _port
 from anygauge.runtime.ray_commands import free_port, head_command, join_address, worker_command
 from anygauge_cpu.plugin import CPU
+from anygauge_hooks.errors import PlacementError
 
 CONFIG = """
 [run]
@@ -107,6 +108,19 @@ def test_wrong_usage(arguments: list[str]) -> None:
 )
 def test_the_port_of_an_address(head: str, port: int | None) -> None:
     assert _port(head) == port
+
+
+@pytest.mark.parametrize("head", ["h:0", "h:99999", "h:port", "h:", "[fd00::2]:x"])
+def test_a_head_whose_port_is_none(head: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["launch", "--backend=cpu", f"--head={head}"])
+    assert f"--head: the port of {head!r} must be a number from 1 to 65535" in capsys.readouterr().err
+
+
+def test_no_port_is_free_on_another_host() -> None:
+    with pytest.raises(PlacementError, match=r"192\.0\.2\.1, which is no address of this host") as caught:
+        free_port("192.0.2.1")  # of documentation alone
+    assert "Name the port too" in str(caught.value)
 
 
 def test_addresses_of_both_families_are_joined() -> None:

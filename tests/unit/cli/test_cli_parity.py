@@ -26,5 +26,8 @@ def test_a_side_of_several_workers_is_compared_by_its_results(capsys: pytest.Cap
 
 
 def test_a_model_that_is_nowhere_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", "cpu", "cpu:dtype=fp16"]) == 1
+    error = capsys.readouterr().err
+    assert "The config has 1 problem:\n  train.dtype: found 'fp16'; must be" in error, "no file was written"
     assert main(["parity", "cpu", "cpu", "--model", "nowhere"]) == 1
     assert "--model nowhere is neither a directory nor a model family." in capsys.readouterr().err

@@ -53,7 +53,7 @@ def _write(page: str, target: Path) -> Path:
         replace_file(target, page)
     except OSError as error:
         raise CheckpointError(
-            f"The report cannot be written to {target}: {error}.",
+            f"The report cannot be written to {target}: {error.strerror or error}.",
             hint="Name a file in a directory that exists and that you may write to: --out FILE.",
         ) from error
     return target
