@@ -125,8 +125,8 @@ class Call:
         """
         if resume or overwrite:
             self.put({"run": {"resume": resume, "overwrite": overwrite}})
-        if self.get("run", "name") is not None:
-            return
+        if self.get("run", "name") is not None or not isinstance(self._table("run") or {}, Mapping):
+            return  # what is not a table is refused as the config is checked
         if resume or overwrite:
             option = "resume" if resume else "overwrite"
             raise ConfigError(f"{option}=True needs the name of the run.", hint='Add run={"name": "NAME"}.')
@@ -137,7 +137,7 @@ class Call:
 
     def name_it(self, name: str) -> None:
         """Name what has no name."""
-        if self.get("run", "name") is None:
+        if self.get("run", "name") is None and isinstance(self._table("run") or {}, Mapping):
             self.put({"run": {"name": name}})
 
     def lay_below(self, tree: Mapping[str, Any]) -> None:
@@ -210,9 +210,15 @@ def _base(
     if isinstance(source, str | Path | RunView):
         return None, merge(LOCAL, model_tree(source))
     raise ConfigError(
-        f"{source!r:.80} ({type(source).__name__}) is neither a model nor a config.",
+        f"{_shown(source)} is neither a model nor a config.",
         hint="Give a directory, a name on a hub, a TOML file, a dict of its tables, a Config or a Run.",
     )
+
+
+def _shown(source: object) -> str:
+    """Return a value with its type; of an object that prints as several lines, only the type."""
+    text, kind = repr(source), type(source).__name__
+    return f"An object of type {kind}" if "\n" in text else f"{text:.80} ({kind})"
 
 
 def _with_model(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,6 +83,9 @@ class Inputs:
                         chats |= {str(key) for key, value in row.items() if _is_chat(value)}
                         digest.update(line)
                         stream.write(line)
+            if not columns:
+                partial.unlink()
+                raise DataError(f"{name}: the data has no rows.", hint="Give at least one.")
             path = self.directory / f"{name}-{digest.hexdigest()[:12]}.jsonl"
             if not path.exists():
                 self._written.append(path)

@@ -11,6 +11,7 @@ from anygauge.api.call import Call, rows_of
 from anygauge.api.run_view import RunView
 from anygauge.api.start import load_evaluation
 from anygauge.config.tree import Tree, merge
+from anygauge_hooks.errors import DataError
 
 if TYPE_CHECKING:
     from anygauge.config import Config
@@ -68,7 +69,11 @@ def generate(
     :raises AnygaugeError: With the codes of ``docs/errors.md``.
     """
     of_run = _settings_of(source.config) if isinstance(source, RunView) else {}
-    rows = list(rows_of([prompts] if isinstance(prompts, str) else prompts))
+    try:
+        rows = list(rows_of([prompts] if isinstance(prompts, str) else prompts))
+    except TypeError as error:
+        hint = 'Give a string, or a list of strings or of lists of messages: ["37+58="].'
+        raise DataError(f"The prompts are {prompts!r:.80}, not a list.", hint=hint) from error
     if not rows:
         return []
     call = Call.of(source, tables, reward=_unscored, eval_data=rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from anygauge.api.run import Run
 from anygauge.api.start import load, say, train_loaded
 from anygauge.failures import on_failure
 from anygauge_hooks import hookimpl
+from anygauge_hooks.errors import ConfigError
 
 if TYPE_CHECKING:
     from anygauge.config import Config
@@ -92,6 +94,8 @@ class _StepWatcher:
 
     def __init__(self, before_step: Callable[[int], object] | None, on_step: OnStep | None) -> None:
         self._before_step = before_step
+        if on_step is not None:
+            _check_on_step(on_step)
         self._on_step = on_step
         self.is_stopped = False
 
@@ -106,3 +110,19 @@ class _StepWatcher:
         """Call the function of the end, and remember whether it ends the run."""
         if self._on_step is not None:
             self.is_stopped |= bool(self._on_step(run.step, dict(metrics)))
+
+
+def _check_on_step(on_step: OnStep) -> None:
+    """Raise at once if a function cannot be called after a step; the run would have to take one first.
+
+    :raises ConfigError: It does not take a number and a mapping.
+    """
+    try:
+        inspect.signature(on_step).bind(1, {})
+    except TypeError as error:
+        raise ConfigError(
+            f"on_step cannot be called with a step and its metrics: {error}.",
+            hint="Write def on_step(step, metrics); a true result ends the run.",
+        ) from error
+    except ValueError:
+        return  # a function of C says nothing of its arguments

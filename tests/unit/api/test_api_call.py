@@ -84,6 +84,37 @@ def test_rows_are_written_to_the_run_directory(data: Any, tmp_path: Path) -> Non
     assert file["name"] == "train"
 
 
+@pytest.mark.parametrize("data", [[], iter(())])
+def test_no_rows_are_said_to_be_none(data: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="train: the data has no rows"):
+        tree(data=data)
+    assert not list((tmp_path / "runs" / "m-1" / "inputs").iterdir())
+
+
+def test_what_is_no_table_is_left_to_the_check_of_the_config() -> None:
+    assert tree(run=5)["run"] == 5
+
+
+@pytest.mark.parametrize("prompts", [5, None])
+def test_prompts_that_are_no_list(prompts: Any) -> None:
+    with pytest.raises(DataError, match=f"The prompts are {prompts}, not a list"):
+        anygauge.generate("m", prompts)
+
+
+def test_a_function_that_cannot_be_called_after_a_step_is_refused_before_the_first() -> None:
+    with pytest.raises(ConfigError, match=r"on_step cannot be called(?s:.*)def on_step\(step, metrics\)"):
+        anygauge.train("m", on_step=lambda step: None)  # type: ignore[arg-type,misc]
+
+
+def test_an_object_that_is_no_model_is_not_printed() -> None:
+    class Model:
+        def __repr__(self) -> str:
+            return "Model(\n  (layers): ...\n)"
+
+    with pytest.raises(ConfigError, match=r"^An object of type Model is neither a model nor a config"):
+        tree(Model())
+
+
 def test_the_same_rows_have_the_same_file_so_that_a_run_can_be_resumed() -> None:
     paths = [
         tree(data=rows, run={"name": "r"})["data"]["train"][0]["path"] for rows in (ROWS, ROWS, ROWS[:1])
