@@ -276,6 +276,11 @@ def _refuse(directory: Path, config: Config) -> None:
         if _took_no_step(directory):
             return
         _refuse_if_used(directory)
+        if not (directory / CONFIG_FILE).is_file():
+            raise CheckpointError(
+                f"The run directory {directory} is not empty, and no run made it: it has no {CONFIG_FILE}.",
+                hint="Choose another --run.name or --run.directory.",
+            )
         raise CheckpointError(
             f"The run directory {directory} is not empty.",
             hint="Continue its run with --resume, delete that with --overwrite, or choose another "
@@ -283,8 +288,9 @@ def _refuse(directory: Path, config: Config) -> None:
         )
     missing = [name for name in MARKS if not (directory / name).is_file()]
     if missing:
+        refused = "cannot be resumed" if config.run.resume else "is not deleted"
         raise CheckpointError(
-            f"{directory} was not created by a run, so it is not deleted: it has no {missing[0]}.",
+            f"{directory} was not created by a run, so it {refused}: it has no {missing[0]}.",
             hint="Choose another --run.name or --run.directory.",
         )
     if config.run.overwrite:

@@ -182,7 +182,7 @@ def check_nodes(cluster: Cluster, driver: NodeFacts, places: Sequence[ClusterNod
     :param directory: The run directory.
     :raises PlacementError: They differ from the driver's node, or lack what the run needs.
     """
-    problems = []
+    problems, without_address = [], []
     for place in places:
         if cluster.check_packages:
             problems += [
@@ -192,15 +192,21 @@ def check_nodes(cluster: Cluster, driver: NodeFacts, places: Sequence[ClusterNod
         if not place.facts.sees_marker:
             problems.append(f"{place.name}: does not see what the driver writes into {directory}")
         if not _candidates(place.facts.addresses, cluster):
-            problems.append(f"{place.name}: {_no_address(place.facts.addresses, cluster)}")
-    if problems:
-        lines = dict.fromkeys(problems)
-        raise PlacementError("\n  ".join(["The nodes do not match:", *lines]), hint=_HINT)
+            without_address.append(f"{place.name}: {_no_address(place.facts.addresses, cluster)}")
+    if problems or without_address:
+        lines = dict.fromkeys([*problems, *without_address])
+        hints = [*([_HINT] if problems else []), *([_ADDRESS_HINT] if without_address else [])]
+        raise PlacementError("\n  ".join(["The nodes do not match:", *lines]), hint=" ".join(hints))
 
 
 _HINT = (
     "Install the same packages on every node (cluster.check_packages = false skips this); keep models and "
     "the run directory on a file system that all nodes share, or save and dump nothing."
+)
+
+_ADDRESS_HINT = (
+    "Set cluster.interface and cluster.ip_version to what every node has, or leave the choice to the "
+    'libraries: cluster.interface = "none".'
 )
 
 

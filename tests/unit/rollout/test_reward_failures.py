@@ -40,7 +40,7 @@ def test_only_the_sample_that_misbehaves_fails(user_module: str, caplog: pytest.
     assert found["leave"].startswith(f"raised SystemExit(4) at {user_module}.py:")
     assert found["interrupt"].startswith(f"raised KeyboardInterrupt() at {user_module}.py:")
     assert found["odd"].startswith("raised <Odd instance at")
-    assert found["none"] == "returned None"
+    assert found["none"] == "returned None, which is not a number"
     assert found["memory"].startswith(f"raised MemoryError() at {user_module}.py:")
     # Python 3.12 has no frame of its own for a comprehension.
     assert re.search(r"in (<listcomp>|misbehave): it has 0\.5 GiB \(reward\.memory_gib\)$", found["hoard"])
@@ -129,7 +129,7 @@ def test_too_many_failures_end_the_scoring(user_module: str) -> None:
     table = {"function": f"{user_module}:misbehave", "max_failed_ratio": 0.1}
     with scorer(table) as made:
         with pytest.raises(
-            RewardError, match=r"^2 of 16 samples (?s:.*)exited with code 3\n  and 14 were left"
+            RewardError, match=r"^2 of 16 samples (?s:.*)exited with code 3\n  and 14 were not tried"
         ):
             made.score([group(*["exit"] * 16)])
         assert rewards(made.score([group(*GOOD)])) == [1.0] * 3
@@ -147,7 +147,7 @@ def test_a_sample_that_is_left_has_no_reason_of_its_own(user_module: str) -> Non
     assert reason.startswith(
         f"  1 (t.jsonl:7): misbehave: {user_module}:misbehave did not return: its process"
     )
-    assert left == "  and 8 were left"
+    assert left == "  and 8 were not tried"
 
 
 def test_what_is_scored_before_the_deadline_counts(user_module: str) -> None:

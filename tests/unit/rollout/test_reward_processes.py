@@ -70,7 +70,7 @@ def test_groups_are_scored_as_a_whole(user_module: str) -> None:
     assert found[2] == found[3]
     assert str(found[2]).startswith(f"raised ValueError('no group') at {user_module}.py:")
     assert found[4] == found[5] == "returned 1 values for 2 samples, not a list of 2"
-    assert found[6:] == ["returned nan", None]
+    assert found[6:] == ["returned nan, which is not a finite number", None]
 
 
 def test_an_async_function_scores_groups(user_module: str) -> None:

@@ -247,7 +247,9 @@ def test_a_server_that_is_down_is_found_out_early(server: Server) -> None:
     reward = Reward(function="remote", options={"url": server.url}, concurrency=1, max_failed_ratio=0.1)
     with Scorer(reward, load_plugins(only=[]), max_new_tokens=8, log=None) as scorer:
         try:
-            with pytest.raises(RewardError, match=r"^[78] of 64 (?s:.*): 'down'.*\n  and 5[67] were left"):
+            with pytest.raises(
+                RewardError, match=r"^[78] of 64 (?s:.*): 'down'.*\n  and 5[67] were not tried"
+            ):
                 scorer.score([group(*"4" * 64)])
         finally:
             free.set()

@@ -113,7 +113,8 @@ def test_numbers_of_any_kind(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [None, "1", pymath.nan, pymath.inf, -pymath.inf, [1.0], 1j])
 def test_what_is_no_finite_number(value: Any) -> None:
-    assert outcome(value) == (None, f"f returned {value!r}")
+    wanted = "a finite number" if isinstance(value, float) else "a number"
+    assert outcome(value) == (None, f"f returned {value!r}, which is not {wanted}")
 
 
 @pytest.mark.parametrize(
@@ -139,8 +140,8 @@ def test_what_float32_cannot_hold(value: Any, shown: str) -> None:
         ({"acc": 1}, "acc", None),
         ({"acc": 1}, None, "f returned a dict without 'score', which has 'acc'; set reward.key"),
         ({}, "acc", "f returned a dict without 'acc', which has none; set reward.key"),
-        ({"acc": "1"}, "acc", "f returned '1' as 'acc'"),
-        ({"acc": pymath.nan}, "acc", "f returned nan as 'acc'"),
+        ({"acc": "1"}, "acc", "f returned for 'acc' '1', which is not a number"),
+        ({"acc": pymath.nan}, "acc", "f returned for 'acc' nan, which is not a finite number"),
     ],
 )
 def test_the_number_of_a_dict(value: Any, key: str | None, error: str | None) -> None:
@@ -166,7 +167,7 @@ def test_a_dict_is_kept_as_plain_values() -> None:
     [
         ([1, 2.0], [(1.0, None), (2.0, None)]),
         (np.array([1.0, 2.0]), [(1.0, None), (2.0, None)]),
-        ([1, None], [(1.0, None), (None, "f returned None")]),
+        ([1, None], [(1.0, None), (None, "f returned None, which is not a number")]),
         ([1], [(None, "f returned 1 values for 2 samples, not a list of 2")] * 2),
         (1.0, [(None, "f returned 1.0 for 2 samples, not a list of 2")] * 2),
         ("ab", [(None, "f returned 'ab' for 2 samples, not a list of 2")] * 2),

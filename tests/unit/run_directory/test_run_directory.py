@@ -109,8 +109,12 @@ def test_an_earlier_run_is_left_alone(tmp_path: Path) -> None:
 def test_what_no_run_made_is_left_alone(tmp_path: Path, option: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("chapter 1")
-    with pytest.raises(CheckpointError, match="was not created by a run"):
+    with pytest.raises(CheckpointError, match="was not created by a run") as caught:
         opened(make_config(tmp_path, **{option: True}))
+    assert ("cannot be resumed" in str(caught.value)) == (option == "run__resume")
+    with pytest.raises(CheckpointError, match=r"no run made it: it has no config\.toml") as caught:
+        opened(make_config(tmp_path))
+    assert "--resume" not in str(caught.value), "that is refused, too"
     assert os.listdir(tmp_path / "run") == ["thesis.tex"]
 
 

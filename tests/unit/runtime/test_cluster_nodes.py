@@ -94,6 +94,8 @@ def test_a_node_without_the_interface_or_the_family_shows_what_it_has(cluster: C
     with pytest.raises(PlacementError) as caught:
         check_nodes(cluster, facts(), [node], RUN)
     assert f"{wanted}; it has lo: 127.0.0.1; eth0: 10.0.0.1; ib0: no address" in str(caught.value)
+    assert "Set cluster.interface and cluster.ip_version" in str(caught.value)
+    assert "same packages" not in str(caught.value), "they are"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 import reprlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import dropwhile
 from numbers import Real
@@ -155,9 +156,9 @@ class Call:
             if key not in value:
                 has = ", ".join(map(_shown, value)) or "none"
                 return self.failed(f"returned a dict without {key!r}, which has {has}; set reward.key")
-            problem = _problem(value[key])
-            return self.failed(f"returned {problem} as {key!r}") if problem else (_plain(value), None)
-        problem = _problem(value)
+            problem = _refusal(value[key])
+            return self.failed(f"returned for {key!r} {problem}") if problem else (_plain(value), None)
+        problem = _refusal(value)
         return self.failed(f"returned {problem}") if problem else (float(value), None)
 
     def received(self, outcomes: Sequence[Outcome], item: Item) -> list[Outcome]:
@@ -205,6 +206,17 @@ def failure(error: BaseException) -> str:
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
     return f"raised {_shown(error)}{place}"
+
+
+def _refusal(value: Any) -> str | None:
+    """Return what a reward is, and what it should be, or ``None`` if it can be trained on."""
+    problem = _problem(value)
+    if problem is not None and not isinstance(value, Real):
+        return f"{problem}, which is not a number"
+    with suppress(OverflowError):  # of a number that no float holds
+        if problem is not None and not math.isfinite(value):
+            return f"{problem}, which is not a finite number"
+    return problem
 
 
 def _problem(value: Any) -> str | None:

@@ -197,7 +197,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         message = f"{failed} of {_count(groups)} samples could not be scored{_listed(places)}"
         if failed > allowed:
             raise RewardError(
-                message + (f"\n  and {untried} were left" if untried else ""),
+                message + (f"\n  and {untried} were not tried" if untried else ""),
                 hint=f"Correct the data or the function, or raise reward.max_failed_ratio ({ratio:g}).",
             )
         logger.warning("%s", message)
