@@ -129,7 +129,7 @@ def test_a_megatron_checkpoint_has_them(published: tuple[Path, Path], tmp_path: 
 
 
 @pytest.mark.parametrize("published", ["Qwen3"], indirect=True)
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", ["fsdp"])
 def test_check_model_compares_them_with_transformers(
     context: WorkerContext, published: tuple[Path, Path], name: str
 ) -> None:

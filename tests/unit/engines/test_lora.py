@@ -338,8 +338,14 @@ def test_an_export_has_what_its_key_says(
         "adapter": {"adapter"},
         "both": {"config.json", "adapter"},
     }.items():
-        make_engine(qwen2, {**LORA, "export": export}, engine).save_hf(str(tmp_path / export))
+        made = make_engine(qwen2, {**LORA, "export": export}, engine)
+        take_step(made)
+        made.save_hf(str(tmp_path / export))
         assert {path.name for path in (tmp_path / export).iterdir()} & {"config.json", "adapter"} == files
+    stored = load_file(tmp_path / "both" / "adapter" / "adapter_model.safetensors")
+    sent = {f"base_model.model.{name}": tensor for name, tensor in made.adapter_weights()}
+    assert sent.keys() == stored.keys()
+    assert all(tensor.equal(sent[name]) for name, tensor in stored.items())
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -142,7 +142,7 @@ def close(one: Tensor, other: Tensor) -> None:
     ("options", "is_sharded"),
     [
         ({}, True),
-        ({"recompute": "full"}, False),
+        pytest.param({"recompute": "full"}, False, marks=pytest.mark.fsdp),
         ({"targets": ["q_proj", "down_proj"], "modules_to_save": ["k_proj"]}, False),
     ],
 )
@@ -197,6 +197,7 @@ def test_the_reference_is_the_base_and_another_one_is_quantized_too(
     assert not after.equal(before)
 
 
+@pytest.mark.fsdp
 def test_a_checkpoint_has_adapters_alone_and_resumes_on_this_base(
     make_engine: MakeEngine, model: Path, tmp_path: Path
 ) -> None:
@@ -214,6 +215,7 @@ def test_a_checkpoint_has_adapters_alone_and_resumes_on_this_base(
         make_engine(model, {"rank": 4}).load_checkpoint(str(directory))
 
 
+@pytest.mark.fsdp
 def test_an_export_is_a_model_and_an_adapter(make_engine: MakeEngine, model: Path, tmp_path: Path) -> None:
     engine = make_engine(model, LORA)
     take_step(engine)
@@ -227,6 +229,7 @@ def test_an_export_is_a_model_and_an_adapter(make_engine: MakeEngine, model: Pat
     close(log_probs(adapted), log_probs(engine))
 
 
+@pytest.mark.fsdp
 def test_a_sleep_changes_no_bit_and_frees_all(make_engine: MakeEngine, model: Path) -> None:
     engine, undisturbed = (make_engine(model, LORA) for _ in range(2))
     engine.set_memory_state("nothing")

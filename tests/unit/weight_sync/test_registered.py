@@ -18,7 +18,7 @@ from anygauge_hooks.weights import WeightTarget, WeightTransportSpec
 
 def test_the_core_registers_its_transports() -> None:
     found = load_plugins(only=()).named("register_weight_transports")
-    assert sorted(found) == ["delta", "disk", "distributed", "tensor"]
+    assert sorted(found) == ["adapter", "delta", "disk", "distributed", "tensor"]
     assert [name for name, spec in found.items() if spec.same_host] == ["tensor"]
 
 

@@ -213,9 +213,11 @@ def _rollout_engine(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> 
 
 def _served_quantized(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
     """Yield a quantized model that servers would load as it is, and then get other weights for."""
+    if quantization(hf) is None or config.rollout.external:
+        return
     engine = config.rollout.engine
-    starts = plugins.get("register_rollout_engines", engine).serve is not None and not config.rollout.external
-    if starts and quantization(hf) is not None:
+    spec: RolloutEngineSpec | None = plugins.find("register_rollout_engines", engine)
+    if spec is not None and spec.serve is not None:
         hint = (
             f"servers of {engine} would load its FP8 weights as they are, and get updates in bfloat16; write "
             "it in bfloat16 first, with anygauge convert --to-bfloat16 DIR OUT, or write "
