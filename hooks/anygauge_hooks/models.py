@@ -65,8 +65,8 @@ class ModelSpec:
     leaves it to each engine to say so when it starts."""
     media: MediaSpec | None = None
     """Images, video and audio of the family; ``None`` if it takes only text."""
-    text_only: str = ""
-    """Reason why it takes only text, where its published models take more."""
+    refused_media: str = ""
+    """Reason why it takes no more kinds of media, where its published models do."""
     engines: Mapping[str, object] = field(default_factory=dict)
     """How engines build the family, by the engine's name: ``{"megatron": MegatronModel(...)}``. Engines that
     build any Hugging Face model need no entry; the rollout engine ``transformers`` takes a

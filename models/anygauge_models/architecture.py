@@ -149,6 +149,7 @@ def make_family(
     model: MegatronModel,
     flops_per_token: Callable[[Mapping[str, Any], int], float],
     defaults: Mapping[str, Any],
+    tiny: Callable[[], Mapping[str, Any]] | None = None,
     **fields: Any,
 ) -> ModelSpec:
     """Return a family that reads a config as transformers does.
@@ -158,6 +159,7 @@ def make_family(
     :param defaults: Defaults of transformers, for keys that a config may lack. The shapes of weights are not
         in them: a config without ``hidden_size`` is a damaged one. The number of key and value heads is,
         since there were models before there were groups.
+    :param tiny: Returns the config of its tiny model; ``None`` takes that of :func:`tiny_config`.
     :param fields: Other fields of its spec.
     """
     spec = ModelSpec(
@@ -165,7 +167,7 @@ def make_family(
         architectures=architectures,
         model_options=model_options,
         flops_per_token=flops_per_token,
-        tiny=tiny_config(name),
+        tiny=tiny or tiny_config(name),
         engines={MEGATRON: model},
         **fields,
     )

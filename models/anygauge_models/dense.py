@@ -111,9 +111,12 @@ class DenseDecoder:
         rotary, read = half_rotary(self.rotary_dim or self.head_dim), self.layer_type
         return rotary if read is None else lambda hf, positions: rotary(read(hf, kind), positions)
 
-    def spec(self, architecture: str, **defaults: Any) -> ModelSpec:
+    def spec(
+        self, architecture: str, *, tiny: Callable[[], Mapping[str, Any]] | None = None, **defaults: Any
+    ) -> ModelSpec:
         """Return the family.
 
+        :param tiny: See :func:`make_family`.
         :param defaults: Defaults of transformers, for keys that a config may lack; see :func:`make_family`.
         """
         model = MegatronModel(
@@ -130,4 +133,5 @@ class DenseDecoder:
             model=model,
             flops_per_token=self.flops_per_token,
             defaults=defaults,
+            tiny=tiny,
         )

@@ -55,7 +55,7 @@ _SPEC = replace(
     architectures=("Gemma3ForConditionalGeneration",),
     tiny=tiny_config("gemma3_multimodal"),
     unused_weights=lambda hf: tuple(f"{name}." for name in _TOWER),
-    text_only="tokens of an image attend to each other in both directions, which attention here does not",
+    refused_media="tokens of an image attend to each other in both directions, which attention here does not",
 )
 _SPEC = with_config(_SPEC, _read)
 GEMMA3_MULTIMODAL = replace(_SPEC, engines={**_SPEC.engines, "transformers": TransformersModel(build=_build)})

@@ -50,7 +50,7 @@ class Model:
     name = "toy"
     architectures = ("ToyForCausalLM",)
     media = None
-    text_only = ""
+    refused_media = ""
     rollout_engines: tuple[str, ...] | None = None
     engines: ClassVar[dict[str, object]] = {
         "megatron": MegatronModel(

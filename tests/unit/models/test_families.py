@@ -793,6 +793,7 @@ def test_a_family_of_another_package_works_as_the_page_shows_it(
     files = dict(FILES.findall(PAGE.read_text(encoding="utf-8")))
     for name in ("pyproject.toml", "anygauge_ernie.py"):
         text = files[name]
+        assert len(text.splitlines()) < 70
         (source / name).write_text(text, encoding="utf-8")
     options = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check", "--quiet")
     pip = [sys.executable, "-m", "pip", "install", *options, "--target", installed, source]

@@ -180,9 +180,22 @@ def test_trainer_and_rollouts_have_the_log_probs_of_transformers(
     assert all(torch.equal(exported[name], kept[name]) for name in kept)
 
 
+@pytest.mark.parametrize(
+    ("family", "kind", "reason"),
+    [
+        (
+            "gemma3_multimodal",
+            "image",
+            "only text: tokens of an image attend to each other in both directions",
+        ),
+        ("qwen2_5_vl", "video", "image and text: transformers and servers count the positions after a video"),
+    ],
+)
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_images_of_gemma3_are_refused_with_the_reason(tmp_path: Path, engine: str) -> None:
-    config = config_of(tmp_path, engine, modalities=["image"])
-    [problem] = model_media(config, FAMILIES["gemma3_multimodal"].tiny(), load_plugins())
+def test_media_that_published_models_take_are_refused_with_the_reason(
+    tmp_path: Path, engine: str, family: str, kind: str, reason: str
+) -> None:
+    config = config_of(tmp_path, engine, modalities=[kind])
+    [problem] = model_media(config, FAMILIES[family].tiny(), load_plugins())
     assert problem.path == "model.modalities"
-    assert "takes only text: tokens of an image attend to each other in both directions" in problem.hint
+    assert f"the model's family takes {reason}" in problem.hint

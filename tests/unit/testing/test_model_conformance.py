@@ -42,7 +42,7 @@ def test_the_family_of_the_docs_passes(tmp_path: Path, family: str, suite: Suite
 
 
 def test_a_family_with_other_angles_fails_in_its_layers(tmp_path: Path, family: str, suite: Suite) -> None:
-    wrong = family.replace(", rotary_interleaved=True", "")
+    wrong = family.replace('"rotary_interleaved": True', "")
     assert wrong != family
     (tmp_path / "wrong_family.py").write_text(wrong)
     status, printed = suite("--model", "wrong_family", "-k", "megatron")

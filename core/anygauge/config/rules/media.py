@@ -69,7 +69,7 @@ def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Prob
         return
     if lacking := sorted(kinds - taken):
         takes = f"{', '.join(sorted(taken))} and text" if taken else "only text"
-        takes += f": {spec.text_only}" if spec.text_only else ""
+        takes += f": {spec.refused_media}" if spec.refused_media else ""
         hint = f"the model's family takes {takes}; leave out {', '.join(lacking)}, or take another model"
         yield ConfigProblem(path=path, found=sorted(kinds), hint=hint)
 
