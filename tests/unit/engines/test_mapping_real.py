@@ -160,7 +160,7 @@ def tied(hf: Mapping[str, Any]) -> set[str]:
     return {"lm_head.weight"} if hf["tie_word_embeddings"] else set()
 
 
-LARGE = {"Qwen3-235B-A22B", "GLM-4.5", "Qwen3.5-397B-A17B", "DeepSeek-V3"}
+LARGE = {"Qwen3-235B-A22B", "Qwen3-Next-80B-A3B", "GLM-4.5", "Qwen3.5-397B-A17B", "DeepSeek-V3"}
 FAST = {"Qwen2.5-7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B", "GLM-4-9B"}
 """Their first layouts are built in a few seconds together; all layouts of all models in 4 minutes."""
 
