@@ -357,12 +357,17 @@ def test_histograms_set_the_last_recorded_steps_against_the_first(make_run: Make
     assert "step 1step 3" in page.text().replace("\n", "").replace(" ", "").replace("step", "step ")
 
 
-def test_a_running_page_reloads_itself_and_no_other_does(make_run: MakeRun) -> None:
+def test_a_running_page_reloads_itself_and_no_other_does(make_run: MakeRun, tmp_path: Path) -> None:
     started = datetime.now(UTC) + timedelta(hours=1)
     part = {"host": socket.gethostname(), "pid": os.getpid(), "started": started.isoformat()}
     page = Page(write_report(make_run(rows(3), record={"parts": [part]})))
     assert dict(page.elements)["html"]["data-live"] == "30"
     assert "Running: step 3 of 40" in page.text()
+    elsewhere = Page(write_report(make_run(), tmp_path / "look.html"))
+    assert "data-live" not in dict(elsewhere.elements)["html"]
+    config = (tmp_path / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(config.replace("report = true", "report = false"))
+    assert "data-live" not in dict(Page(write_report(tmp_path)).elements)["html"]
     ended = make_run(record={"parts": [part | {"outcome": "finished"}]})
     page = Page(write_report(ended))
     assert "data-live" not in dict(page.elements)["html"]

@@ -26,7 +26,8 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     from anygauge.observability.report.page import render_page
     from anygauge.observability.report.run_files import read_run
 
-    return _write(render_page(read_run(directory)), directory / REPORT_FILE if out is None else out)
+    page = render_page(read_run(directory), is_rewritten=out is None)
+    return _write(page, directory / REPORT_FILE if out is None else out)
 
 
 def write_comparison(directories: Sequence[Path], out: Path | None = None) -> Path:

@@ -21,7 +21,15 @@ from anygauge.observability.report.metrics_file import Series, page_data
 from anygauge.observability.report.phases import draw_phases, phase_rows
 from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
-from anygauge.observability.report.summary import badge, facts, run_name, standing, tiles, verdict
+from anygauge.observability.report.summary import (
+    badge,
+    config_value,
+    facts,
+    run_name,
+    standing,
+    tiles,
+    verdict,
+)
 from anygauge.observability.report.texts import config_tables, sample_steps
 from anygauge.observability.report.timeline import draw_timeline
 from anygauge.version import __version__
@@ -36,10 +44,11 @@ LIVE_S = 30
 """Seconds after which the page of a running run reloads itself."""
 
 
-def render_page(files: RunFiles, now: datetime | None = None) -> str:
+def render_page(files: RunFiles, now: datetime | None = None, *, is_rewritten: bool = True) -> str:
     """Return the page of a run.
 
     :param now: Time of creation; default: now.
+    :param is_rewritten: Whether a running run writes the page again, unless its config says otherwise.
     """
     created_at = now or datetime.now(UTC)
     steps = sample_steps(files.samples)
@@ -51,6 +60,8 @@ def render_page(files: RunFiles, now: datetime | None = None) -> str:
     }
     data = page_data(files.metrics)
     content = _content(files, created_at) | {"sample_steps": steps, "every": data["every"]}
+    if is_rewritten and content["standing"].kind == "running" and config_value(files.config, "run", "report"):
+        content["live"] = LIVE_S
     return render("page.html", content, data | {"tokens": tokens}, created_at)
 
 
@@ -94,12 +105,10 @@ def _templates() -> Environment:
 def _content(files: RunFiles, created_at: datetime) -> dict[str, Any]:
     metrics = files.metrics
     heads = tiles(files)
-    now_at = standing(files)
     return {
         "name": run_name(files),
-        "standing": now_at,
+        "standing": standing(files),
         "badge": badge(files),
-        "live": LIVE_S if now_at.kind == "running" else None,
         "verdict": verdict(files, created_at),
         "health": health_box(files.health),
         "facts": facts(files, created_at),

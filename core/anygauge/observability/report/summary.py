@@ -16,7 +16,7 @@ from anygauge.observability.report.metrics_file import Series
 from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
 
-__all__ = ["Standing", "Tile", "badge", "facts", "run_name", "standing", "tiles", "verdict"]
+__all__ = ["Standing", "Tile", "badge", "config_value", "facts", "run_name", "standing", "tiles", "verdict"]
 
 Kind = Literal["finished", "running", "failed", "stopped", "unknown"]
 
@@ -111,13 +111,14 @@ def facts(files: RunFiles, now: datetime) -> list[tuple[str, str]]:
     """Return names and values of the run's facts."""
     config = files.config
     values = {
-        "model": _short(_value(config, "model", "path")),
-        "data": ", ".join(_files(_value(config, "data", "train"))),
-        "reward": _value(config, "reward", "function") or " + ".join(_reward_parts(config)),
-        "algorithm": _value(config, "algorithm", "advantage"),
-        "task": _value(config, "run", "task"),
+        "model": _short(config_value(config, "model", "path")),
+        "data": ", ".join(_files(config_value(config, "data", "train"))),
+        "reward": config_value(config, "reward", "function") or " + ".join(_reward_parts(config)),
+        "algorithm": config_value(config, "algorithm", "advantage"),
+        "task": config_value(config, "run", "task"),
         "backend": _backend(files),
-        "workers": _value(config, "placement", "train_workers") or _value(config, "placement", "num_workers"),
+        "workers": config_value(config, "placement", "train_workers")
+        or config_value(config, "placement", "num_workers"),
         "started": _started(files),
         "took": _duration_text(files, now),
         "parts": _parts(files),
@@ -134,14 +135,15 @@ def _backend(files: RunFiles) -> str | None:
     return f"{name} ({devices})" if devices else name
 
 
-def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
+def config_value(config: Mapping[str, Any], section: str, key: str) -> Any:
+    """Return the value of a key; ``None`` if it is not there or ``"none"``."""
     table = config.get(section)
     value = table.get(key) if isinstance(table, Mapping) else None
     return None if value == "none" else value
 
 
 def _reward_parts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    parts = _value(config, "reward", "parts")
+    parts = config_value(config, "reward", "parts")
     return parts if isinstance(parts, Mapping) else {}
 
 
@@ -216,13 +218,8 @@ def _duration(seconds: float) -> str:
 
 def run_name(files: RunFiles) -> str:
     """Return the name of a run."""
-    return visible(
-        str(_value(files.config, "run", "name") or (files.record or {}).get("name") or _directory_name(files))
-    )
-
-
-def _directory_name(files: RunFiles) -> str:
-    return files.directory.resolve().name
+    name = config_value(files.config, "run", "name") or (files.record or {}).get("name")
+    return visible(str(name or files.directory.resolve().name))
 
 
 def verdict(files: RunFiles, now: datetime) -> list[str]:
