@@ -306,3 +306,25 @@ def test_every_case_of_a_plan_check_has_a_plan(monkeypatch: pytest.MonkeyPatch) 
         assert ms > 0
     gib, _ = module["planned"](module["CASES"]["4b"], "H200", "cuda")
     assert gib == pytest.approx(93.0, abs=0.1)
+
+
+def test_a_wrong_input_falls_short_where_its_message_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    bench = runpy.run_path(str(BENCH / "wrong_inputs.py"))
+    case = bench["Case"]("config", "train", ("train.lr", "a number"), never=("Optimizer",))
+    said = "error: train.lr: must be a\n  number\n  [AG201]\n"
+
+    def grade(status: int | None, output: str) -> str:
+        text: str = bench["shortcomings"](bench["Outcome"](case, status, output, 1.0))
+        return text
+
+    assert grade(1, said) == ""
+    assert grade(None, said) == "did not end in 60 s"
+    assert grade(0, said) == "status 0 instead of 1"
+    assert grade(1, said.replace("AG201", "AG301")) == "no [AG201]"
+    assert grade(1, said.replace("number", "text")) == "does not say 'a number'"
+    assert grade(1, f"{said}Optimizer") == "says 'Optimizer'"
+    assert grade(1, f"Traceback (most recent call last):\n{said}").startswith("says 'Traceback")
+    assert grade(1, f"\x1b[31m{said}") == r"says '\x1b'"
+    assert grade(77, "") == "skipped"
+    assert len(bench["CASES"]) >= 120
