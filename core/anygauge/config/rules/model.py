@@ -24,7 +24,7 @@ from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
-    from anygauge_hooks.engines import TrainEngineSpec
+    from anygauge_hooks.engines import RolloutEngineSpec, TrainEngineSpec
     from anygauge_hooks.media import MediaKind
     from anygauge_hooks.models import ModelSpec
 
