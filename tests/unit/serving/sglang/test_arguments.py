@@ -167,7 +167,7 @@ def test_a_server_makes_room_for_the_adapter_that_it_gets(
 
 def test_a_backend_says_how_sglang_is_installed_beside_it() -> None:
     found = {name: how_to_install(each) for name, each in load_plugins().named("register_backends").items()}
-    assert found["cpu"] == "pip install --no-deps -r requirements/sglang-cpu.txt"
+    assert found["cpu"] == "in a clone of anygauge, pip install --no-deps -r requirements/sglang-cpu.txt"
     if "cuda" in found:
         assert found["cuda"] == "pip install sglang==0.5.23"
     if "npu" in found:  # the wheel would replace its torch

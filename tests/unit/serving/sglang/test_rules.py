@@ -100,7 +100,7 @@ def test_a_missing_sglang_is_named_with_the_command_that_installs_it(
     config: Make, cpu: BackendSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "installed_sglang", lambda: None)
-    command = "pip install --no-deps -r requirements/sglang-cpu.txt"
+    command = "in a clone of anygauge, pip install --no-deps -r requirements/sglang-cpu.txt"
     assert found(config(), cpu) == {"rollout.engine": f"SGLang is not installed; install it: {command}"}
     elsewhere = replace(cpu, probe=lambda: Availability(ok=False, reason="no device"))
     assert found(config(), elsewhere) == {}, "a host without the backend only checks a config"
