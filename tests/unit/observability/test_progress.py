@@ -310,6 +310,10 @@ def test_a_display_fits_80_columns_and_numbers_keep_their_places(run: RunInfo) -
         "s/step  2.5000  best held-out 0.25 at step 0",
     ]
     assert second[0].endswith("3/400  0:00  1:15 left  rollout")
+    rollout = evaluated.rollout.model_copy(update={"schedule": "async"})
+    own = evaluated.eval.model_copy(update={"wait": False})
+    run = replace(run, config=evaluated.model_copy(update={"rollout": rollout, "eval": own}))
+    assert show(2, 0.5, 12.5)[0].endswith("left  rollout")  # an evaluation that nobody waits for
     assert second[1] == "reward -0.0625  grad norm  0.0625  log-prob diff 1.2e-07  tokens/s   4,322"
 
 

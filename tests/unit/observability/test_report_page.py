@@ -505,6 +505,8 @@ def test_samples_of_many_steps_are_thinned_evenly() -> None:
     steps = [each.step for each in sample_steps(rows)]
     assert len(steps) * 5000 < MOST_CHARACTERS
     assert steps == list(range(1000 - 6 * (len(steps) - 1), 1001, 6))
+    own = sample(tokens=["t"] * 400, log_probs=[-0.5] * 400)  # 4.4 million characters in all
+    assert [each.step for each in sample_steps({step: [own] for step in range(1, 1001)})][:2] == [5, 10]
 
 
 def test_the_last_record_of_a_step_is_shown(make_run: MakeRun) -> None:

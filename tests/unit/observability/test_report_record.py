@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,11 +109,12 @@ def test_the_report_of_a_running_run_is_written_now_and_then(
         assert page.exists() is is_due
     assert "Running" in page.read_text()
     tmp_path.rename(moved := tmp_path.with_name("moved"))
-    tmp_path.mkdir()  # somebody else's
+    tmp_path.mkdir()  # another run's
+    (tmp_path / "config.toml").touch()
     clock.append(500.0)
     plugin.after_train_step(run=run, metrics={})
     assert not page.exists()
-    tmp_path.rmdir()
+    shutil.rmtree(tmp_path)
     moved.rename(tmp_path)
     plugin.after_train(run=run)
     plugin.after_train_step(run=run, metrics={})
