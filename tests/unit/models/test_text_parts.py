@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class Model:
 def write_mimo(path: Path) -> Model:
     """Write a model with a file of code, and a layer beside those of Qwen2, whose class is the reference."""
     spec = FAMILIES["mimo"]
-    tiny_family(path, spec, auto_map=AUTO_MAP)
+    tiny_family(path, spec, auto_map=AUTO_MAP, num_nextn_predict_layers=1)
     (path / "configuration_mimo.py").write_text("raise RuntimeError('code of the checkpoint ran')")
     file = path / "model.safetensors"
     weights = load_file(file)
@@ -153,9 +154,9 @@ def test_published_sizes_add_up(family: str) -> None:
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 def test_trainer_and_rollouts_have_the_log_probs_of_transformers(
-    model: Model, context: WorkerContext, caplog: pytest.LogCaptureFixture, engine: str
+    model: Model, context: WorkerContext, tmp_path: Path, caplog: pytest.LogCaptureFixture, engine: str
 ) -> None:
-    """No code of the checkpoint runs, and what is left out is named."""
+    """No code of the checkpoint runs, what is left out is named, and an export does not claim to have it."""
     config = config_of(model.path, engine)
     text, problems = read_model(model.path, context.plugins, engine=engine)
     assert text is not None
@@ -178,6 +179,8 @@ def test_trainer_and_rollouts_have_the_log_probs_of_transformers(
     exported = dict(trainer.weights())
     assert exported.keys() == kept.keys()
     assert all(torch.equal(exported[name], kept[name]) for name in kept)
+    trainer.save_hf(str(tmp_path / "out"))
+    assert not json.loads((tmp_path / "out" / "config.json").read_text()).get("num_nextn_predict_layers")
 
 
 @pytest.mark.parametrize(
