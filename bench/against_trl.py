@@ -5,6 +5,7 @@
     python bench/against_trl.py --trl trl-venv/bin/python
     python bench/against_trl.py --trl trl-venv/bin/python --processes 2 --threads 1
     python bench/against_trl.py --trl trl-venv/bin/python --backend cuda --dtype bfloat16
+    python bench/against_trl.py --trl trl-venv/bin/python --lora 16    # needs peft there
 
 The constraints keep torch and transformers at this project's versions. On a host with a GPU, constrain them
 to those of the installed environment (``python -m pip freeze``).
@@ -15,10 +16,13 @@ each rollout, with transformers' generation, and take 4 optimizer steps of 256 s
 otherwise. TRL's ``bf16`` computes in bfloat16 and keeps float32 weights; anygauge keeps float32 master
 weights. TRL runs without gradient checkpointing, which is its default and would cost it a forward pass; its
 ratio needs the log-probs of a pass before the first optimizer step, where the demo takes those of its engine.
+With ``--lora`` both train adapters on all linear layers but the output layer, scaled by 2, at the same
+learning rate.
 
 Runs alternate, ``--rounds`` times, since the speed of a host drifts. Samples a second are those of a rollout
 over the time from the end of one rollout's optimizer steps to the next: the median of a run after its first
-three, and of the runs. The ratio is the median over pairs of runs. Ends with status 1 if it is below 1.5.
+three, and of the runs. The ratio is the median over pairs of runs. Memory is the most that torch had
+allocated on a GPU, or that a process had on the host. Ends with status 1 if the ratio is below 1.5.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -47,7 +52,7 @@ SHOWN = 8
 
 
 def run_ours(arguments: argparse.Namespace, turn: int) -> dict[str, Any]:
-    """Train here, and return seconds and reward of each step."""
+    """Train here, and return seconds and reward of each step, and the memory."""
     name, inputs = f"against-trl-{turn}", arguments.directory / "inputs"
     keys = {
         "run.name": name,
@@ -63,6 +68,8 @@ def run_ours(arguments: argparse.Namespace, turn: int) -> dict[str, Any]:
         "placement.train_workers": arguments.processes,
         "placement.threads_per_worker": arguments.threads,
     }
+    if arguments.lora is not None:
+        keys["train.lora.rank"] = arguments.lora
     options = [f"--{key}={value}" for key, value in keys.items()]
     command = [sys.executable, "-m", "anygauge", "train", str(RECIPE), "--backend", arguments.backend]
     subprocess.run([*command, *options, *arguments.extra], check=True, stdout=subprocess.DEVNULL)
@@ -70,11 +77,12 @@ def run_ours(arguments: argparse.Namespace, turn: int) -> dict[str, Any]:
     rows = [row for row in map(json.loads, text.splitlines()) if "perf/step_time" in row]
     ends = [row["time"] for row in rows]
     seconds = [later - earlier for earlier, later in pairwise(ends)]
-    return {"seconds": seconds, "rewards": [row["rollout/reward"] for row in rows]}
+    rewards = [row["rollout/reward"] for row in rows]
+    return {"seconds": seconds, "rewards": rewards, "gib": max(row["perf/device_memory_gib"] for row in rows)}
 
 
 def run_trl(arguments: argparse.Namespace, turn: int) -> dict[str, Any]:
-    """Train in TRL's environment, and return seconds and reward of each rollout."""
+    """Train in TRL's environment, and return seconds and reward of each rollout, and the memory."""
     output = arguments.directory / f"trl-{turn}.json"
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(arguments.processes)]
     command = [
@@ -82,6 +90,7 @@ def run_trl(arguments: argparse.Namespace, turn: int) -> dict[str, Any]:
         *("--side", str(output), "--directory", str(arguments.directory), "--seed", str(turn)),
         *("--steps", str(arguments.steps), "--processes", str(arguments.processes)),
         *("--threads", str(arguments.threads), "--backend", arguments.backend, "--dtype", arguments.dtype),
+        *(() if arguments.lora is None else ("--lora", str(arguments.lora))),
     ]
     # not the directory of this file: transformers would take its kernels.py for a library
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(arguments.threads)}
@@ -121,11 +130,22 @@ def train_with_trl(arguments: argparse.Namespace) -> None:
         args=trl_config(arguments),
         train_dataset=load_dataset("json", data_files=str(model.parent / "train.jsonl"), split="train"),
         callbacks=[Clock()],
+        peft_config=None if arguments.lora is None else adapters(arguments.lora),
     )
     trainer.train()
     seconds = [later - earlier for earlier, later in pairwise(ends)]
+    on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+    most = on_host if arguments.backend == "cpu" else torch.cuda.max_memory_allocated()
     if trainer.accelerator.is_main_process:
-        arguments.side.write_text(json.dumps({"seconds": seconds, "rewards": rewards}), encoding="utf-8")
+        found = {"seconds": seconds, "rewards": rewards, "gib": most / 2**30}
+        arguments.side.write_text(json.dumps(found), encoding="utf-8")
+
+
+def adapters(rank: int) -> Any:
+    """Return what ``train.lora.rank`` trains, for peft."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def trl_config(arguments: argparse.Namespace) -> Any:
@@ -178,7 +198,8 @@ def report(ours: Sequence[Mapping[str, Any]], trl: Sequence[Mapping[str, Any]]) 
     """Print both sides and return the ratio of their rates."""
     for name, runs in (("anygauge", ours), ("TRL", trl)):
         rates = ", ".join(f"{samples_per_s([run]):,.0f}" for run in runs)
-        print(f"{name:>9}: {samples_per_s(runs):,.0f} samples/s (runs: {rates})")
+        memory = max(run["gib"] for run in runs)
+        print(f"{name:>9}: {samples_per_s(runs):,.0f} samples/s (runs: {rates}), {memory:.2f} GiB")
         print(f"{'reward':>9}: {curve(runs)}")
     ratios = [samples_per_s([mine]) / samples_per_s([other]) for mine, other in zip(ours, trl, strict=True)]
     ratio = statistics.median(ratios)
@@ -197,6 +218,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="of each process")
     parser.add_argument("--steps", type=int, default=40, help="rollouts of a run")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank")
     parser.add_argument("--directory", type=Path, default=Path("runs/against-trl"))
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)

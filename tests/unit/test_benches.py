@@ -280,12 +280,13 @@ def test_two_trainers_are_compared_in_pairs_of_runs(
 ) -> None:
     bench = script("against_trl.py", monkeypatch)
     rewards = [step / 16 for step in range(16)]
-    ours = [{"seconds": [9, 9, 9, 1.0, 2.0, 3.0], "rewards": rewards}, {"seconds": [1], "rewards": rewards}]
-    trl = [{"seconds": [9, 9, 9, 4.0, 4.0], "rewards": rewards}, {"seconds": [8], "rewards": rewards}]
+    shared = {"rewards": rewards, "gib": 1.25}
+    ours = [{"seconds": [9, 9, 9, 1.0, 2.0, 3.0], **shared}, {"seconds": [1], **shared, "gib": 1.5}]
+    trl = [{"seconds": [9, 9, 9, 4.0, 4.0], **shared}, {"seconds": [8], **shared}]
     assert bench["report"](ours, trl) == 5.0
     printed = capsys.readouterr().out
     assert "ratio: 5.00 (pairs: 2.00, 8.00)" in printed
-    assert "anygauge: 683 samples/s (runs: 512, 1,024)" in printed
+    assert "anygauge: 683 samples/s (runs: 512, 1,024), 1.50 GiB" in printed
     assert printed.count("reward: 0.031 0.156 0.281 0.406 0.531 0.656 0.781 0.906") == 2
 
 
