@@ -119,28 +119,41 @@ def test_samples_of_an_asynchronous_run_tell_the_weights_of_each_token(tmp_path:
     assert max(metrics["rollout/lag/max"] for metrics in observer.metrics) == 1
 
 
+SHAPES = {
+    "self_attn.q_proj": (64, 64),
+    "self_attn.k_proj": (32, 64),
+    "self_attn.v_proj": (32, 64),
+    "self_attn.o_proj": (64, 64),
+    "mlp.gate_proj": (128, 64),
+    "mlp.up_proj": (128, 64),
+    "mlp.down_proj": (64, 128),
+}
+"""Shapes of the weights of the recipe's model that have an adapter."""
+RANK = 8
+
+
 def write_adapter(directory: Path) -> None:
-    """Write an adapter of the recipe's model in peft's format."""
+    """Write an adapter of all linear layers of the recipe's model in peft's format."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        f"base_model.model.model.layers.{layer}.self_attn.o_proj.lora_{part}.weight": torch.randn(
-            shape, generator=generator
-        )
-        * 0.3
+        f"base_model.model.model.layers.{layer}.{name}.lora_{part}.weight": 0.15
+        * torch.randn(shape, generator=generator)
         for layer in range(2)
-        for part, shape in (("A", (4, 64)), ("B", (64, 4)))
+        for name, (rows, columns) in SHAPES.items()
+        for part, shape in (("A", (RANK, columns)), ("B", (rows, RANK)))
     }
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]}
+    targets = [name.rpartition(".")[2] for name in SHAPES]
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 12, "target_modules": targets}
     directory.mkdir()
     (directory / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "adapter_model.safetensors")
 
 
-def test_a_server_has_the_merged_weights_from_the_first_step(tmp_path: Path) -> None:
-    """It loads ``model.path``, and training starts from an adapter."""
+def test_a_server_computes_the_adapter_beside_the_base_from_the_first_step(tmp_path: Path) -> None:
+    """It loads ``model.path``, training starts from an adapter, and each version is the adapter by itself."""
     write_adapter(tmp_path / "adapter")
     lora = {"train__engine": "fsdp", "train__lora__path": tmp_path / "adapter", "algorithm__kl_coef": 0.01}
-    observer = run(tmp_path, reward__function="digits", **lora)
+    observer = run(tmp_path, reward__function="digits", weight_sync__transport="adapter", **lora)
     for metrics in observer.metrics:
         assert metrics["train/train_rollout_logprob_abs_diff"] < 1e-4
         assert metrics["train/grad_norm"] > 0

@@ -25,6 +25,7 @@ SGLANG: Mapping[str, Any] = {
     "attention_backend": "torch_native",
     "mm_attention_backend": "sdpa",
     "sampling_backend": "pytorch",
+    "lora_backend": "torch_native",
     "grammar_backend": "none",
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
