@@ -119,7 +119,7 @@ def test_a_line_that_is_no_result_fails_its_sample_alone(module: str) -> None:
 
 def test_a_value_that_is_no_reward_is_one_that_failed(module: str) -> None:
     scored = score(f"{module}:attack", '{"outcomes": [[0, [["text", null]]]], "spent": false}')
-    assert errors(scored)[0] == f"{module}:attack returned 'text'"
+    assert errors(scored)[0] == f"{module}:attack returned 'text', which is not a number"
 
 
 @pytest.mark.parametrize(

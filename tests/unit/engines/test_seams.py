@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from pkgutil import walk_packages
@@ -347,7 +348,7 @@ def test_experts_are_as_the_ledger_says(config: Config, context: WorkerContext, 
 def test_building_a_rollout_model_restores_the_initialisers(
     config: Config, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anygauge.serving.embedded.engine import _load
+    from anygauge.serving.embedded.engine import _from_transformers, _load
 
     build = AutoModelForCausalLM.from_config
 
@@ -355,7 +356,9 @@ def test_building_a_rollout_model_restores_the_initialisers(
         witness.look("building")
         return build(*args, **options)
 
-    arguments = Path(config.model.path), torch.float32, torch.device("cpu"), False, None  # of a text model
+    path = Path(config.model.path)
+    of_text = partial(_from_transformers, path, False, None)
+    arguments = path, torch.float32, torch.device("cpu"), False, of_text
     _load(*arguments)  # transformers imports the model's module on first use
     before = identities()
     with monkeypatch.context() as patch:
