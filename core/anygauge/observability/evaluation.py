@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from anygauge.observability.responses import length_metrics, repetition_ratio, truncated_ratio
-from anygauge.observability.reward_parts import reward_part_metrics
+from anygauge.observability.reward_parts import PartNames, reward_part_metrics
 from anygauge_hooks.rl import Group, Sample
 
 __all__ = ["eval_metrics", "failed_ratio", "group_numbers", "pass_at_k", "pass_counts", "pass_rates"]
@@ -20,7 +20,12 @@ FULL_SCORE = 1.0 - 1e-6
 
 
 def eval_metrics(
-    name: str, groups: Sequence[Group], raw: Callable[[Any], float], *, ks: Sequence[int] | None = None
+    name: str,
+    groups: Sequence[Group],
+    raw: Callable[[Any], float],
+    *,
+    ks: Sequence[int] | None = None,
+    names: PartNames | None = None,
 ) -> dict[str, float]:
     """Return the ``eval/*`` and ``passrate/*`` metrics of one evaluation data set.
 
@@ -32,6 +37,7 @@ def eval_metrics(
     :param raw: From ``Sample.raw_reward`` to the number before shaping.
     :param ks: The k of each pass@k; ``None`` takes the powers of two up to the samples of a prompt, and their
         number.
+    :param names: Names of the parts of rewards in earlier evaluations, which are added to.
     """
     samples = [sample for group in groups for sample in group.samples]
     numbers = group_numbers(groups, raw)
@@ -39,7 +45,7 @@ def eval_metrics(
     wanted = pass_counts(max(map(len, numbers)), last=True) if ks is None else ks
     return {
         **({f"eval/{name}": fmean(scored)} if scored else {}),
-        **reward_part_metrics(f"eval/{name}/reward/", samples),
+        **reward_part_metrics(f"eval/{name}/reward/", samples, names or PartNames()),
         f"eval/{name}-truncated_ratio": truncated_ratio(samples),
         f"eval/{name}-failed_ratio": failed_ratio(samples),
         f"eval/{name}-samples": len(samples),

@@ -31,7 +31,7 @@ from anygauge.observability.responses import (
     truncated_ratio,
     turn_metrics,
 )
-from anygauge.observability.reward_parts import reward_part_metrics
+from anygauge.observability.reward_parts import PartNames, reward_part_metrics
 from anygauge_hooks.rl import Group, Prompt, Sample
 
 __all__ = [
@@ -62,7 +62,12 @@ def with_step_axes(metrics: Mapping[str, float], step: int) -> dict[str, float]:
 
 
 def rollout_metrics(
-    groups: Sequence[Group], raw: Callable[[Any], float], *, datasets: int = 1, version: int | None = None
+    groups: Sequence[Group],
+    raw: Callable[[Any], float],
+    *,
+    datasets: int = 1,
+    version: int | None = None,
+    names: PartNames | None = None,
 ) -> dict[str, float]:
     """Return ``rollout/*``, ``reward/*``, ``multi_turn/*`` and ``passrate/*`` of the samples of a step.
 
@@ -73,12 +78,13 @@ def rollout_metrics(
     :param raw: From ``Sample.raw_reward`` to the number before shaping.
     :param datasets: How many data sets the run trains on; with several, those of the step have metrics too.
     :param version: Version of the weights that are about to be trained; ``None`` for samples of another run.
+    :param names: Names of the parts of rewards in earlier steps, which are added to.
     """
     samples = [sample for group in groups for sample in group.samples]
     numbers = group_numbers(groups, raw)
     return {
         **_reward_metrics(groups, numbers),
-        **reward_part_metrics("reward/", samples),
+        **reward_part_metrics("reward/", samples, names or PartNames()),
         "rollout/failed_ratio": failed_ratio(samples),
         "rollout/samples": len(samples),
         **_response_metrics(samples),

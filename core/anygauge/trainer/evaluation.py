@@ -94,7 +94,7 @@ def eval_draw(session: Session, eval_set: EvalSet) -> Drawn:
 def score_metrics(config: Config, eval_set: EvalSet, groups: Sequence[Group]) -> dict[str, float]:
     """Return the metrics of the scored samples of a data set."""
     raw = partial(raw_number, reward=eval_set.settings.reward or config.reward)
-    return eval_metrics(eval_set.name, groups, raw)
+    return eval_metrics(eval_set.name, groups, raw, names=eval_set.part_names)
 
 
 def _loss(session: Session, eval_set: EvalSet) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from anygauge.data.balance import free
 from anygauge.data.evaluation import eval_data, eval_datasets
 from anygauge.data.media.finder import MediaFinder
 from anygauge.hub import localized
+from anygauge.observability.reward_parts import PartNames
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import check_reward
 from anygauge_hooks.data import DataSource
@@ -37,6 +38,8 @@ class EvalSet:
     settings: EvalDataset
     """With every field filled in but the reward's."""
     prompts: Sequence[Prompt]
+    part_names: PartNames = field(default_factory=PartNames, compare=False)
+    """Metric names of the parts of its rewards."""
 
 
 @dataclass(frozen=True, slots=True)

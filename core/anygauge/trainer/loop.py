@@ -36,6 +36,7 @@ from anygauge.observability.metrics import (
 )
 from anygauge.observability.performance import LANGUAGE
 from anygauge.observability.phases import Row, record_phase, take_phases
+from anygauge.observability.reward_parts import PartNames
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import raw_number
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
@@ -99,6 +100,8 @@ class Loop:
     """Evaluations that training does not wait for; ``None`` where it does."""
     groups: Sequence[Group] = ()
     """Scored groups of the step, from its rollouts to its end."""
+    part_names: PartNames = field(default_factory=PartNames)
+    """Metric names of the parts of rewards."""
 
     @property
     def config(self) -> Config:
@@ -273,7 +276,8 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
         keep(loop, shown_in(trained_on))
     raw = partial(raw_number, reward=config.reward)
     datasets = train_datasets(config)
-    sampled = rollout_metrics(groups, raw, datasets=datasets, version=version) | driver_memory()
+    names = loop.part_names
+    sampled = rollout_metrics(groups, raw, datasets=datasets, version=version, names=names) | driver_memory()
     sampled |= loop.rollouts.metrics()
     if loop.session.media is not None:
         sampled |= {"rollout/media_tokens": media_tokens(groups)} | loop.session.media.metrics()

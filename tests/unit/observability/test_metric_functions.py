@@ -13,7 +13,8 @@ import torch
 
 from anygauge.observability.evaluation import eval_metrics
 from anygauge.observability.metric_functions import custom_metrics
-from anygauge.observability.metrics import rollout_metrics
+from anygauge.observability.metrics import rollout_metrics, with_step_axes
+from anygauge.observability.reward_parts import PartNames, reward_part_metrics
 from anygauge_hooks.errors import MetricError
 from anygauge_hooks.rl import Group, Prompt, Sample
 
@@ -134,3 +135,42 @@ def test_a_reward_that_is_one_number_has_no_parts() -> None:
     assert not [name for name in rollout_metrics([group(1.0)], float) if name.startswith("reward/")]
     unscored = replace(group(1.0), samples=(SAMPLE._replace(error="failed"),))
     assert not [name for name in rollout_metrics([unscored], float) if name.startswith("reward/")]
+def test_parts_never_share_a_metric_nor_take_the_axis() -> None:
+    long = "k" * 60
+    rewards = {
+        "格式": 1,
+        "答案": 0,
+        "a b": 2,
+        "a_b": 3,
+        "": 4,
+        "step": 5,
+        1: 6,
+        "1": 7,
+        long: 8,
+        f"{long}!": 9,
+    }
+    nested = {"x": {"step": 10, "?": 11, "!": 12}}
+    names = PartNames()
+    metrics = reward_part_metrics("reward/", [SAMPLE._replace(raw_reward=rewards | nested)], names)
+    apart = {"格式": 1, "答案": 0, "a_b": 2, "a_b_2": 3, "_": 4, "step_": 5, "1": 6, "1_2": 7}
+    apart |= {long: 8, f"{long}_2": 9, "x/step": 10, "x/_": 11, "x/__2": 12}
+    assert metrics == {f"reward/{name}": value for name, value in apart.items()}
+    axes = with_step_axes(metrics, 40)
+    assert axes == {"reward/step": 40, **metrics}
+    (later,) = [SAMPLE._replace(raw_reward={"step_": 2.0, "a_b": 1.0})]  # names are those of the first step
+    assert reward_part_metrics("reward/", [later], names) == {"reward/a_b_2": 1.0, "reward/step__2": 2.0}
+
+
+def test_a_run_has_only_the_first_hundred_parts(caplog: pytest.LogCaptureFixture) -> None:
+    texts: list[dict[str, Any]] = [{f"said {number}": 1.0} for number in range(102)]
+    names, seen = PartNames(), set[str]()
+    for part in (texts[:99], texts[98:], texts[101:]):
+        metrics = rollout_metrics(
+            [group(*({"right": 1.0, **each} for each in part))], lambda raw: 1.0, names=names
+        )
+        assert metrics["reward/right"] == 1.0
+        seen |= {name for name in metrics if name.startswith("reward/")}
+    assert seen == {"reward/right", *(f"reward/said_{number}" for number in range(99))}
+    assert caplog.messages == ["rewards have more than 100 parts: 'said_99' and later ones have no metric"]
+
+

@@ -12,6 +12,7 @@ import pytest
 from anygauge.config import Config
 from anygauge.config.roles import Components
 from anygauge.observability.distributions import DISTRIBUTIONS_FILE, value_counts
+from anygauge.observability.reward_parts import PartNames
 from anygauge.trainer import loop as module
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import NamedFunction
@@ -59,7 +60,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> module.Loop:
     session = SimpleNamespace(plugins=plugins, components=components, state=state, media=None)
     fields: dict[str, Any] = {"config": config, "session": session, "next_prompts": (PROMPT,)}
     fields["info"] = SimpleNamespace(directory=str(tmp_path), total_steps=100)
-    fields |= {"flops": (lambda length: 1.0, None, ()), "rollouts": rollouts}
+    fields |= {"flops": (lambda length: 1.0, None, ()), "rollouts": rollouts, "part_names": PartNames()}
     return cast(module.Loop, SimpleNamespace(**fields))
 
 
@@ -73,6 +74,16 @@ def test_a_step_of_rollouts(loop: module.Loop) -> None:
     metrics = module.train_on_rollouts(loop, 1)
     assert metrics["rollout/sums/raw_reward"] == 1.0
     assert metrics["rollout/lag/max"] == 2
+
+
+def test_the_parts_of_rewards_keep_their_names_from_step_to_step(loop: module.Loop) -> None:
+    reward = loop.config.reward.model_copy(update={"key": "right"})
+    cast(Any, loop).config = loop.config.model_copy(update={"reward": reward})
+    for key, name in (("a b", "reward/a_b"), ("a_b", "reward/a_b_2")):
+        sample = SAMPLE._replace(raw_reward={"right": 1.0, key: 0.5})
+        cast(Any, loop).rollouts.collect = lambda step, s=sample: ([Group(prompt=PROMPT, samples=(s,))], 0.0)
+        metrics = module.train_on_rollouts(loop, 1)
+        assert {each for each in metrics if each.startswith("reward/")} == {"reward/right", name}
 
 
 def test_a_step_of_rollouts_records_its_distributions(loop: module.Loop, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from anygauge.data.evaluation import eval_datasets
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.serving.colocation import ColocationScheduler
 from anygauge.trainer import loop as loop_module
-from anygauge.trainer.evaluation import evaluate
+from anygauge.trainer.evaluation import evaluate, score_metrics
 from anygauge.trainer.inputs import EvalSet
 from anygauge.trainer.run import open_scorers
 from anygauge_hooks.errors import RewardError
@@ -89,6 +89,20 @@ def test_what_is_reported_is_not_shaped(plugins: Plugins) -> None:
 
 
 def test_a_training_survives_an_evaluation_that_nobody_can_score(
+def test_the_parts_of_rewards_keep_their_names_from_one_evaluation_to_the_next() -> None:
+    eval_set = EvalSet("sums", eval_datasets(config_of())["sums"], [])
+    config = config_of(key="right")
+
+    def parts(reward: dict[str, float]) -> dict[str, float]:
+        sample = sampled("4")._replace(raw_reward={"right": 1.0, **reward})
+        prompt = Prompt(index=0, tokens=(1,), text="")
+        metrics = score_metrics(config, eval_set, [Group(prompt=prompt, samples=(sample,))])
+        return {name: value for name, value in metrics.items() if "/reward/a" in name}
+
+    assert parts({"a b": 1.0}) == {"eval/sums/reward/a_b": 1.0}
+    assert parts({"a_b": 0.5}) == {"eval/sums/reward/a_b_2": 0.5}
+
+
     plugins: Plugins, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = evaluated(plugins, config_of(), None, tolerant=True)
