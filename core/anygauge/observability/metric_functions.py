@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.named_functions import METRIC_ARGUMENTS
@@ -22,7 +23,8 @@ NAME = re.compile(r"(?!step$)[A-Za-z0-9_.@-]{1,100}(/[A-Za-z0-9_.@-]{1,100}){0,3
 """Name of a metric within its group; ``step`` is the axis of the group."""
 SHOWN = 80
 """Characters of a wrong name or value in an error."""
-
+SIGNALED = 128
+"""A signal that comes while a function runs exits with this and its number: the function is not to blame."""
 
 MetricFunction = Callable[..., Any]
 """Takes by name what it needs of ``groups``, ``metrics`` and ``step``, and returns a dict or ``None``."""
@@ -53,7 +55,9 @@ def custom_metrics(
     values: dict[str, float] = {}
     for name, function in functions.items():
         given = {"groups": groups, "metrics": dict(metrics), "step": step}
-        for metric, value in _checked(name, _called(name, function, given)):
+        with _blamed(name, step):
+            result = list(_checked(name, _called(function, given)))
+        for metric, value in result:
             if metric in values:
                 raise MetricError(
                     f"Metric functions {owners[metric]!r} and {name!r} both return {metric!r}.",
@@ -63,19 +67,28 @@ def custom_metrics(
     return {f"{CUSTOM}/{metric}": value for metric, value in values.items()}
 
 
-def _called(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> object:
+@contextmanager
+def _blamed(name: str, step: int) -> Iterator[None]:
+    """Raise what a function, or a value that it returned, raises in the block as an error that names it."""
+    try:
+        yield
+    except MetricError:
+        raise
+    except (Exception, SystemExit) as error:  # foreign code: a metric function
+        if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > SIGNALED:
+            raise
+        raise MetricError(
+            f"Metric function {name!r} failed in step {step}: {type(error).__name__}: {error}",
+            hint="Correct the function, or take it out of run.metrics.",
+        ) from error
+
+
+def _called(function: Callable[..., Any], given: Mapping[str, Any]) -> object:
     """Return what a function returns, which gets the arguments that it names."""
     parameters = inspect.signature(function).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     arguments = {key: given[key] for key in METRIC_ARGUMENTS if takes_all or key in parameters}
-    try:
-        return function(**arguments)
-    except Exception as error:  # foreign code: a metric function
-        reason = f"{type(error).__name__}: {error}"
-        raise MetricError(
-            f"Metric function {name!r} failed in step {given['step']}: {reason}",
-            hint="Correct the function, or take it out of run.metrics.",
-        ) from error
+    return function(**arguments)
 
 
 def _checked(name: str, result: object) -> Iterator[tuple[str, float]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -86,6 +88,37 @@ def test_an_exception_is_the_cause_of_an_error_that_names_function_and_step() ->
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+class Broken(float):
+    def __float__(self) -> float:
+        raise RuntimeError("no number today")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text either")
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda: {"n": Broken()}, "RuntimeError: no number today"),
+        (Broken, "RuntimeError: no text either"),
+        (lambda: {Broken(): 1.0}, "RuntimeError: no text either"),
+        (lambda: sys.exit("enough"), "SystemExit: enough"),
+        (lambda: sys.exit(1), "SystemExit: 1"),
+        (dict, "ValueError: no signature found"),
+    ],
+)
+def test_whatever_a_function_or_its_values_raise_names_the_function(
+    function: Callable[..., Any], told: str
+) -> None:
+    with pytest.raises(MetricError, match=rf"^Metric function 'f0' failed in step 3: {told}"):
+        custom(function)
+
+
+def test_a_signal_within_a_function_still_ends_the_run() -> None:
+    with pytest.raises(SystemExit, match="143"):
+        custom(lambda: sys.exit(128 + signal.SIGTERM))
+
+
 def test_two_functions_may_not_return_one_metric() -> None:
     with pytest.raises(MetricError, match="'f0' and 'f1' both return 'n'"):
         custom(lambda: {"n": 1}, lambda: {"n": 1})
@@ -131,10 +164,6 @@ def test_each_number_of_a_reward_is_a_metric() -> None:
     }
 
 
-def test_a_reward_that_is_one_number_has_no_parts() -> None:
-    assert not [name for name in rollout_metrics([group(1.0)], float) if name.startswith("reward/")]
-    unscored = replace(group(1.0), samples=(SAMPLE._replace(error="failed"),))
-    assert not [name for name in rollout_metrics([unscored], float) if name.startswith("reward/")]
 def test_parts_never_share_a_metric_nor_take_the_axis() -> None:
     long = "k" * 60
     rewards = {
@@ -174,3 +203,7 @@ def test_a_run_has_only_the_first_hundred_parts(caplog: pytest.LogCaptureFixture
     assert caplog.messages == ["rewards have more than 100 parts: 'said_99' and later ones have no metric"]
 
 
+def test_a_reward_that_is_one_number_has_no_parts() -> None:
+    assert not [name for name in rollout_metrics([group(1.0)], float) if name.startswith("reward/")]
+    unscored = replace(group(1.0), samples=(SAMPLE._replace(error="failed"),))
+    assert not [name for name in rollout_metrics([unscored], float) if name.startswith("reward/")]
