@@ -58,7 +58,7 @@ from anygauge.trainer.estimate import group_advantages
 from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.health import HealthMonitor, health_metrics
 from anygauge.trainer.plan import conversation_batch, plan_metrics, plan_steps, rollout_batch
-from anygauge.trainer.profiling import profiled
+from anygauge.trainer.profiling import profiled, warn_of_done_steps
 from anygauge.trainer.replay import ReplayedMedia, shown_in
 from anygauge.trainer.rollout_scheduler import GroupSource
 from anygauge.trainer.session import Session
@@ -152,6 +152,7 @@ def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> Non
     take_step = choose_step(config)
     monitor = HealthMonitor(config, Path(loop.info.directory), loop.info.step)
     functions = metric_functions(config.run.metrics, loop.session.plugins)
+    warn_of_done_steps(config.profile.steps, loop.info.step)
     loop.session.plugins.notify("before_train", run=loop.info)
     if not loop.info.step:
         evaluate(loop.session)

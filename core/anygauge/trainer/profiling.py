@@ -12,9 +12,20 @@ from anygauge.observability.phases import record_phase
 from anygauge.observability.profiler import PROFILES
 from anygauge.trainer.session import Session
 
-__all__ = ["profiled"]
+__all__ = ["profiled", "warn_of_done_steps"]
 
 _log = logging.getLogger(__name__)
+
+
+def warn_of_done_steps(steps: Iterable[int], done: int) -> None:
+    """Warn of steps to profile that a resumed run does not take again.
+
+    :param steps: Those of ``profile.steps``.
+    :param done: Step at which the run goes on.
+    """
+    if past := sorted(step for step in steps if step <= done):
+        which = ", ".join(map(str, past))
+        _log.warning("profile.steps: no profile of step %s: the run resumes after step %d", which, done)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from anygauge.config import Config
+from anygauge.config.schema.profile import Profile
 from anygauge.data.evaluation import eval_datasets
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.serving.colocation import ColocationScheduler
@@ -88,7 +89,6 @@ def test_what_is_reported_is_not_shaped(plugins: Plugins) -> None:
     assert metrics["passrate/sums-pass@1"] == 0.5
 
 
-def test_a_training_survives_an_evaluation_that_nobody_can_score(
 def test_the_parts_of_rewards_keep_their_names_from_one_evaluation_to_the_next() -> None:
     eval_set = EvalSet("sums", eval_datasets(config_of())["sums"], [])
     config = config_of(key="right")
@@ -103,6 +103,7 @@ def test_the_parts_of_rewards_keep_their_names_from_one_evaluation_to_the_next()
     assert parts({"a_b": 0.5}) == {"eval/sums/reward/a_b_2": 0.5}
 
 
+def test_a_training_survives_an_evaluation_that_nobody_can_score(
     plugins: Plugins, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = evaluated(plugins, config_of(), None, tolerant=True)
@@ -126,7 +127,25 @@ def test_a_run_has_nothing_to_lose_before_its_first_step(monkeypatch: pytest.Mon
     )
     monkeypatch.setattr(loop_module, "choose_step", lambda config: lambda loop, step: {})
     monkeypatch.setattr(loop_module, "save", lambda loop, step, *, ends: False)
-    info = SimpleNamespace(step=0, directory="run")
+    loop = scripted_loop(step=0)
+    loop_module.run_loop(loop)
+    assert asked == [(0, {}), (2, {"tolerant": True}), (3, {"tolerant": True})]
+
+
+def test_a_resumed_run_warns_of_profiles_that_it_does_not_record(caplog: pytest.LogCaptureFixture) -> None:
+    loop = scripted_loop(step=3)
+    loop.config = loop.config.model_copy(update={"profile": Profile(steps=(4, 3, 1))})
+    loop_module.run_loop(loop)
+    assert caplog.messages == ["profile.steps: no profile of step 1, 3: the run resumes after step 3"]
+    caplog.clear()
+    loop.config = config_of()
+    loop_module.run_loop(loop)
+    assert caplog.messages == []
+
+
+def scripted_loop(*, step: int) -> Any:
+    """Return what :func:`run_loop` needs, at a step of three."""
+    info = SimpleNamespace(step=step, directory="run")
     session = SimpleNamespace(
         config=config_of(),
         info=info,
@@ -136,7 +155,7 @@ def test_a_run_has_nothing_to_lose_before_its_first_step(monkeypatch: pytest.Mon
         add_phases=lambda row, phases: None,
     )
     directory = SimpleNamespace(check=lambda: None)
-    loop: Any = SimpleNamespace(
+    return SimpleNamespace(
         config=config_of(),
         info=info,
         session=session,
@@ -146,8 +165,6 @@ def test_a_run_has_nothing_to_lose_before_its_first_step(monkeypatch: pytest.Mon
         groups=(),
         background=None,
     )
-    loop_module.run_loop(loop)
-    assert asked == [(0, {}), (2, {"tolerant": True}), (3, {"tolerant": True})]
 
 
 def test_scoring_waits_no_longer_than_for_a_worker(plugins: Plugins) -> None:
