@@ -27,10 +27,9 @@ def run_facts(secrets: Collection[str] = ()) -> dict[str, str]:
 
     :param secrets: Values that are masked in the command line.
     """
-    here = Path.cwd()
     facts = {
         "command": without_secrets(shlex.join(_arguments()), secrets),
-        "directory": f"{here}{_commit(here)}",
+        "directory": _directory(),
         # A wheel may be installed within the clone of another project.
         "anygauge": f"{__version__}{_commit(CLONE) if (CLONE / '.git').exists() else ''}",
         "packages": ", ".join(_versions()),
@@ -41,6 +40,15 @@ def run_facts(secrets: Collection[str] = ()) -> dict[str, str]:
 def _arguments() -> list[str]:
     program = Path(sys.argv[0])
     return [program.parent.name if program.name == "__main__.py" else program.name, *sys.argv[1:]]
+
+
+def _directory() -> str:
+    """Return the current directory and its commit; nothing if it was deleted."""
+    try:
+        here = Path.cwd()
+    except OSError:
+        return ""
+    return f"{here}{_commit(here)}"
 
 
 def _versions() -> Iterator[str]:
@@ -62,5 +70,8 @@ def _commit(directory: Path) -> str:
 
 def _git(directory: Path, *arguments: str) -> str:
     command = ("git", "--no-optional-locks", "-C", str(directory), *arguments)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True)
+    # The names of changed files are in no certain encoding.
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", timeout=GIT_S, check=True
+    )
     return done.stdout.strip()

@@ -41,8 +41,26 @@ def test_a_clone_has_a_commit_and_a_wheel_within_another_clone_has_none(
     commit = git("rev-parse", "--short=12", "HEAD").strip()
     monkeypatch.setattr(module, "CLONE", tmp_path)
     assert run_facts()["anygauge"] == f"{__version__} (commit {commit})"
+    (tmp_path / "untracked").write_text("1")
+    assert run_facts()["anygauge"] == f"{__version__} (commit {commit})"
     (tmp_path / "file").write_text("2")
     assert run_facts()["anygauge"] == f"{__version__} (commit {commit}, changed)"
     (inner := tmp_path / "site-packages").mkdir()
     monkeypatch.setattr(module, "CLONE", inner)
     assert run_facts()["anygauge"] == __version__
+
+
+def test_a_deleted_directory_and_an_unreadable_commit_cost_no_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    facts = run_facts()
+    assert "directory" not in facts
+    assert facts["command"]
+    (git := tmp_path / "git").write_bytes(b"#!/bin/sh\nprintf '\\351\\n'\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    assert run_facts()["directory"] == f"{tmp_path} (commit \N{REPLACEMENT CHARACTER}, changed)"
