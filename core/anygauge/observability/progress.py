@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from anygauge.observability.control_characters import visible
 from anygauge.observability.eval_names import EVAL_RESULT
-from anygauge.observability.live_progress import LiveProgress
-from anygauge.observability.progress_view import format_duration
+from anygauge.observability.live_progress import LiveProgress, format_duration
 from anygauge_hooks import hookimpl
 
 if TYPE_CHECKING:

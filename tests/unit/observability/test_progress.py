@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from anygauge.config import Config
@@ -322,10 +324,66 @@ def test_a_narrow_display_has_no_bar_and_every_number(run: RunInfo) -> None:
     named = replace(run, name="a-run-whose-name-is-much-too-long")
     lines = screen(named, 50, lambda live: live.step(replace(named, step=1), metrics, LABELS, 2.5, 75.0))
     assert lines == [
-        "a-run-whose-name-is-m...  1/4  0:00  1:15 left  r\N{HORIZONTAL ELLIPSIS}",
+        "a-run-whose-name-i\N{HORIZONTAL ELLIPSIS}  1/4  0:00  1:15 left  rollout",
         "reward  0.5000  grad norm 1.0e+07  s/step  2.5000",
         "best reward 0.5 at step 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "head"),
+    [
+        (
+            "a-run-whose-name-is-much-too-long",
+            44,
+            "a-run-whose-\N{HORIZONTAL ELLIPSIS}  0/4  0:00  -:-- left  rollout",
+        ),
+        ("a-run", 29, "0/4  0:00  -:-- left  rollout"),
+        ("训练运行的名字太长了", 44, "训练运行的名\N{HORIZONTAL ELLIPSIS}  0/4  0:00  -:-- left  rollout"),
+        ("训练运行", 49, "训练运行  ━━━━━━━━  0/4  0:00  -:-- left  rollout"),
+        ("训练运行", 48, "训练运行  0/4  0:00  -:-- left  rollout"),
+    ],
+)
+def test_a_name_has_the_columns_that_the_step_the_time_and_the_phase_leave(
+    run: RunInfo, name: str, width: int, head: str
+) -> None:
+    (shown, *_) = screen(replace(run, name=name), width)
+    assert shown == head
+    assert cell_len(shown) <= width
+
+
+def test_labels_of_wide_characters_are_packed_by_their_columns(run: RunInfo) -> None:
+    (_, *rows) = screen(
+        run, 60, lambda live: live.evaluated(run, [("评测集合一", 0.5), ("评测集合二", 0.25)])
+    )
+    assert rows == ["best 评测集合一 0.5 at step 0", "best 评测集合二 0.25 at step 0"]
+
+
+def test_a_resumed_display_says_that_its_best_scores_are_those_since(run: RunInfo) -> None:
+    def step(number: int, reward: float) -> Callable[[LiveProgress], None]:
+        return lambda live: live.step(replace(run, step=number), {"rollout/raw_reward": reward}, {}, 1.0, 1.0)
+
+    rows = screen(replace(run, step=2), 80, step(3, 0.5), step(4, 0.25))
+    assert rows[1].endswith("best reward 0.5 at step 3 since the resume")
+    evals = run.config.eval.model_copy(update={"data": ("held-out.jsonl",), "interval": 2})
+    run = replace(run, config=run.config.model_copy(update={"eval": evals}))
+    resumed = replace(run, step=2)
+    assert screen(resumed, 80)[0].endswith("left  rollout")  # step 2 was evaluated before
+    assert screen(run, 80)[0].endswith("left  evaluating")
+    assert "best" not in screen(resumed, 80, step(3, 0.5))[1]  # the training reward is no score of this run
+    later = screen(
+        resumed, 80, step(4, 0.5), lambda live: live.evaluated(replace(run, step=4), [("held-out", 0.25)])
+    )
+    assert later[1].endswith("best held-out 0.25 at step 4 since the resume")
+
+
+def test_a_score_that_is_not_finite_is_never_the_best(run: RunInfo) -> None:
+    def evaluate(number: int, score: float, loss: float) -> Callable[[LiveProgress], None]:
+        results = [("a", score), ("a-loss", loss)]
+        return lambda live: live.evaluated(replace(run, step=number), results)
+
+    scores = (evaluate(1, math.nan, math.nan), evaluate(2, 0.5, 2.0), evaluate(3, math.inf, -math.inf))
+    assert screen(run, 80, *scores)[1] == "best a 0.5 at step 2  best a-loss 2 at step 2"
 
 
 def test_a_display_names_the_phase_and_the_best_scores(run: RunInfo) -> None:
