@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["DATASETS", "HubName", "data_name", "model_name"]
+__all__ = ["DATASETS", "HubName", "data_name", "did_you_mean", "model_name"]
 
 DATASETS = "hf://datasets/"
 MOST_MEANT = 3
@@ -47,26 +47,45 @@ class HubName:
         """Return that a model's name is no directory here, with directories that were meant, as a clause."""
         if self.kind != "model":
             return ""
-        clause = f"it is not a directory in {Path.cwd()}"
-        meant = _similar_directories(Path(self.repository))
-        return f"{clause}; did you mean {' or '.join(meant)}?" if meant else clause
+        return f"it is not a directory in {Path.cwd()}{did_you_mean(Path(self.repository))}"
 
     def at(self, revision: str) -> HubName:
         """Return the same name at another revision."""
         return replace(self, revision=revision)
 
 
+def did_you_mean(path: Path) -> str:
+    """Return directories that the path of one may mean, as the end of a clause; nothing if there are none."""
+    meant = _similar_directories(path)
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
+
+
 def _similar_directories(path: Path) -> list[str]:
-    """Return directories that a path may mean: next to it, without its parent, or below a similar parent."""
-    folders = [each.name for each in Path().iterdir() if each.is_dir()]
-    if path.parent.name in folders:
-        there = [each.name for each in path.parent.iterdir() if each.is_dir()]
+    """Return directories whose path is that one with parts misspelled, or its last part alone."""
+    meant = [Path(path.anchor)]
+    for part in path.relative_to(path.anchor).parts:
+        meant = [folder / name for folder in meant for name in _similar_names(folder, part)]
+    if not meant and path.parent.is_dir() and len(path.parts) > 1:
+        # Only the last part is wrong, so that it may be anything there.
+        there = _directories(path.parent)
         close = difflib.get_close_matches(path.name, there, n=MOST_MEANT, cutoff=0.3) or sorted(there)
-        return [str(path.parent / name) for name in close[:MOST_MEANT]]
-    if path.name in folders:
-        return [path.name]
-    parents = difflib.get_close_matches(path.parent.name, folders, n=MOST_MEANT)
-    return [name for name in (f"{parent}/{path.name}" for parent in parents) if Path(name).is_dir()]
+        meant = [path.parent / name for name in close]
+    if not meant and Path(path.name).is_dir():
+        meant = [Path(path.name)]
+    return [str(each) for each in meant[:MOST_MEANT]]
+
+
+def _similar_names(folder: Path, name: str) -> list[str]:
+    if (folder / name).is_dir():
+        return [name]
+    return difflib.get_close_matches(name, _directories(folder), n=MOST_MEANT)
+
+
+def _directories(folder: Path) -> list[str]:
+    try:
+        return [each.name for each in folder.iterdir() if each.is_dir()]
+    except OSError:  # it is not readable
+        return []
 
 
 def model_name(key: str, path: Path, revision: str | None = None) -> HubName | None:

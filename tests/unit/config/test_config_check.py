@@ -74,19 +74,31 @@ Load = Callable[..., LoadedConfig]
             "a file of the data set openai/gsm8k on the hub is hf://datasets/",
         ),
         (['--eval.data=["a.jsonl"]'], "eval.data[0]: found 'a.jsonl'; no such file"),
-        (["--model.path=Model"], "relative paths start at the current directory, and not a name on a hub"),
+        (
+            ["--model.path={tmp}/modle"],
+            "not a name on a hub, which is OWNER/NAME, and no such directory; did you mean {tmp}/model?",
+        ),
+        (
+            ["--train.lora.rank=8", "--train.lora.path={tmp}/modle"],
+            "train.lora.path: found '{tmp}/modle'; no such directory; did you mean {tmp}/model?",
+        ),
+        (["--model.path=Model"], "; relative paths start at the current directory"),
         (
             ['--data.train=["hf://datasets/a.jsonl"]'],
             "data.train[0]: found 'hf://datasets/a.jsonl'; a data file's name is hf://datasets/OWNER/NAME/FILE",
         ),
         (
             ["--algorithm.kl_coef=1", "--reference.path=/nope"],
-            "path: found '/nope'; no such directory",
+            "path: found '/nope'; not a name on a hub, which is OWNER/NAME, and no such directory",
         ),
         (["--data.apply_chat_template=true"], "has no chat template"),
     ],
 )
-def test_problem(load: Load, overrides: list[str], text: str) -> None:
+def test_problem(load: Load, tmp_path: Path, overrides: list[str], text: str) -> None:
+    overrides, text = (
+        [each.replace("{tmp}", str(tmp_path)) for each in overrides],
+        text.replace("{tmp}", str(tmp_path)),
+    )
     with pytest.raises(ConfigError) as caught:
         load({}, overrides)
     assert text in str(caught.value).replace(" on the command line", "")

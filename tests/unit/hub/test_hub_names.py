@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.hub.names import data_name, model_name
+from anygauge.hub.names import data_name, did_you_mean, model_name
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,35 @@ def test_a_name_that_may_have_been_a_path(
     assert name is not None
     start = f"it is not a directory in {tmp_path}"
     assert name.local_clause() == (start if meant is None else f"{start}; {meant}")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("runs/arithmetic-inputs/modle", "runs/arithmetic-inputs/model"),
+        ("runs/arithmetic-input/model", "runs/arithmetic-inputs/model"),
+        ("run/arithmetic-input/modle", "runs/arithmetic-inputs/model"),
+        ("runs/arithmetic-inputs/hf", "runs/arithmetic-inputs/checkpoints or runs/arithmetic-inputs/model"),
+        ("elsewhere/below/runs", "runs"),
+        ("rusn", "runs"),
+        ("runs/other-thing/model", None),
+        ("nowhere", None),
+    ],
+)
+def test_each_part_of_a_path_may_be_misspelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, meant: str | None
+) -> None:
+    for folder in ("runs/arithmetic-inputs/model", "runs/arithmetic-inputs/checkpoints"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs/modle").touch()  # a file is not meant
+    monkeypatch.chdir(tmp_path)
+    assert did_you_mean(Path(text)) == ("" if meant is None else f"; did you mean {meant}?")
+    if meant and text.startswith("run"):
+        absolute = did_you_mean(tmp_path / text)
+        assert (
+            absolute
+            == "; did you mean " + " or ".join(f"{tmp_path}/{each}" for each in meant.split(" or ")) + "?"
+        )
 
 
 def test_data_on_a_hub_are_no_path() -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from anygauge.config.data_files import NO_FILE, WANTED, meant_slice, split_slice, why_no_file
 from anygauge.config.schema import Config, DataFile
-from anygauge.hub.names import DATASETS, data_name
+from anygauge.hub.names import DATASETS, data_name, did_you_mean
 from anygauge_hooks.types import ConfigProblem
 
 __all__ = [
     "INPUTS",
     "data_files_rule",
-    "from_here",
+    "no_directory",
     "overwrite_rule",
     "run_directory_rule",
     "train_files_rule",
@@ -63,7 +63,7 @@ def _data_file(path: str, file: DataFile) -> Problems:
         hint = f"{problem}; {WANTED}"
         if problem == NO_FILE:
             meant = meant_slice(file.path)
-            here = f"; did you mean {meant}?" if meant else from_here(local)
+            here = f"; did you mean {meant}?" if meant else _from_here(local)
             hint = _other_notation(file.path) or problem + here
         yield ConfigProblem(path=path, found=file.path, hint=hint)
 
@@ -127,6 +127,11 @@ def _read_paths(config: Config) -> Iterator[tuple[str, Path]]:
     yield from ((key, cache) for key, cache in caches if cache is not None)
 
 
-def from_here(path: Path) -> str:
+def no_directory(path: Path) -> str:
+    """Return that a directory is missing, where its path starts, and which directories may be meant."""
+    return f"no such directory{_from_here(path)}{did_you_mean(path)}"
+
+
+def _from_here(path: Path) -> str:
     """Return a clause that tells where a relative path starts."""
     return "" if path.is_absolute() else f" in {Path.cwd()}; relative paths start at the current directory"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from anygauge.config.lora import read_adapter_config
-from anygauge.config.rules.file import from_here
+from anygauge.config.rules.file import no_directory
 from anygauge.config.schema import Config, Lora
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.types import ConfigProblem
@@ -72,8 +72,7 @@ def adapter_rule(config: Config, user_keys: Collection[str]) -> Problems:
     if lora.path is None:
         return
     if not lora.path.is_dir():
-        hint = f"no such directory{from_here(lora.path)}"
-        yield ConfigProblem(path=f"{TABLE}.path", found=str(lora.path), hint=hint)
+        yield ConfigProblem(path=f"{TABLE}.path", found=str(lora.path), hint=no_directory(lora.path))
         return
     try:
         stored = read_adapter_config(lora.path)

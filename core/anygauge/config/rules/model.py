@@ -12,7 +12,7 @@ from anygauge.config.modalities import modalities
 from anygauge.config.model_files import other_tokens, read_model
 from anygauge.config.rules.algorithm import compares
 from anygauge.config.rules.architecture import architecture_hints
-from anygauge.config.rules.file import from_here
+from anygauge.config.rules.file import no_directory
 from anygauge.config.rules.media import media_mismatches, model_media
 from anygauge.config.same_model import differing_keys
 from anygauge.config.schema import Config, Data, EvalDataset, Rollout
@@ -49,8 +49,8 @@ def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
         yield from _rollout_engine(config, policy, plugins)
     for index, group in enumerate(config.rollout.groups):
         if group.path is not None and not os.path.isdir(group.path):
-            hint = f"no such directory{from_here(group.path)}"
-            yield ConfigProblem(path=f"rollout.groups[{index}].path", found=str(group.path), hint=hint)
+            path = f"rollout.groups[{index}].path"
+            yield ConfigProblem(path=path, found=str(group.path), hint=no_directory(group.path))
     for path, directory in _other_models(config) if trains else ():
         other, problems = _read_model(path, directory, plugins, config)
         yield from problems
@@ -125,8 +125,7 @@ def _read_model(
     if os.path.isfile(directory):
         return None, [problem("is a file; name the Hugging Face directory of a model")]
     if not os.path.isdir(directory):
-        hint = f"no such directory{from_here(directory)}, and not a name on a hub, which is OWNER/NAME"
-        return None, [problem(hint)]
+        return None, [problem(f"not a name on a hub, which is OWNER/NAME, and {no_directory(directory)}")]
     is_critic = path == "critic.path"
     trusted = config.model.trust_remote_code
     hf, hints = read_model(
