@@ -187,7 +187,7 @@ class HasAdapters(Protocol):
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors that are trained, whole, under their names in the model: ``....lora_A.weight``.
 
-        A collective: every rank iterates to the end. Those of other ranks than 0 are not looked at.
+        A collective: every rank iterates to the end. Only those of rank 0 are sent.
         """
 
 

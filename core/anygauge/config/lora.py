@@ -23,9 +23,9 @@ __all__ = [
 ]
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a peft adapter."""
 PEFT_PREFIX = "base_model.model."
 """How peft begins the names of an adapter's tensors."""
-"""Files of a peft adapter."""
 ALL_LINEAR = "all-linear"
 """Word of peft for all linear layers but the output layer."""
 _TAKEN = {"r", "lora_alpha", "target_modules", "modules_to_save"}

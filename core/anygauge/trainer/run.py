@@ -249,8 +249,8 @@ def open_session(
         )
     times.note("engines")
     logger.info("start: %s", times)
-    # The engines have loaded model.path, and a start from an adapter or a 4-bit base trains other
-    # weights.
+    # The engines have loaded model.path, and lack what training starts from beside it: an adapter, or the
+    # values of a 4-bit base.
     if checkpoint is not None or (components.trains and config.starts_elsewhere):
         engines.sync(state.version)
     maker = None

@@ -67,6 +67,8 @@ def _adapter_obstacles(config: Config, able: Sequence[str]) -> Iterator[str]:
     if not lora.is_on:
         yield "sends the adapter of [train.lora], which is off: set train.lora.rank"
         return
+    if config.debug.mode == "rollout_only":
+        yield f'no train engine sends an adapter with debug.mode = "rollout_only"; {fix}'
     if config.rollout.engine not in able:
         yield f"rollout.engine = {config.rollout.engine!r} loads no adapters; these do: {', '.join(able)}"
     with suppress(CheckpointError):  # a problem of its own

@@ -203,7 +203,8 @@ class WeightSync(Section):
     process group with all servers."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
     """Treatment of in-flight requests: ``retract`` restarts them with the tokens sampled so far, ``in_place``
-    continues them with the KV cache of the old weights, ``abort`` ends them with what they have."""
+    continues them with the KV cache of the old weights, ``abort`` ends them with what they have. With
+    ``transport = "adapter"``, ``retract`` acts as ``abort``: a request keeps the adapter it began with."""
     deadline_s: Seconds = 300.0
     """Longest wait for an engine to take one bucket, or to answer anything else, in seconds."""
     directory: Path | None = None
