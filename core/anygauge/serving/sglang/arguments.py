@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.lora import lora_settings
 from anygauge.config.modalities import TOWERS, modalities
 from anygauge.serving.sglang import processors
+from anygauge.serving.sglang.adapters import adapter_layers
 from anygauge.serving.sglang.installed import Argument, Installed
 from anygauge_hooks.types import ConfigProblem
 
@@ -70,7 +71,7 @@ OWNED: Mapping[str, str] = {
     ),
     **dict.fromkeys(("preferred_sampling_params", "sampling_defaults"), _RUN_WIDE),
     **dict.fromkeys(
-        ("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"),
+        ("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules", "max_loras_per_batch"),
         'Use train.lora and weight_sync.transport = "adapter".',
     ),
     "enable_memory_saver": "Use placement.colocated; the backend knows how its servers give memory back.",
@@ -134,11 +135,14 @@ def _adapter_arguments(config: Config) -> dict[str, Any]:
     """Return the arguments with which a server makes room for the adapter of the run."""
     if not config.pushes_adapter:
         return {}
-    settings = lora_settings(config.train.lora)
-    targets = settings.targets
-    is_named = targets is not None and not isinstance(targets, str)  # an expression may be any of them
-    names = sorted({name.rpartition(".")[2] for name in targets or ()}) if is_named else ["all"]
-    return {"enable_lora": True, "max_lora_rank": settings.rank, "lora_target_modules": names}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": lora_settings(config.train.lora).rank,
+        # "all" would make room for those of embeddings and of the output layer, too
+        "lora_target_modules": sorted(adapter_layers(config) or ["all"]),
+        # Requests without an adapter, such as those of the warm-up and of probes, have a place of their own.
+        "max_loras_per_batch": 2,
+    }
 
 
 def media_arguments(config: Config, installed: Installed) -> dict[str, Any]:

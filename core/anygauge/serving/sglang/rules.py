@@ -10,6 +10,7 @@ from anygauge.config.modalities import modalities
 from anygauge.config.schema import POLICY
 from anygauge.plugins import probe_backend
 from anygauge.serving.server_plan import plan_servers
+from anygauge.serving.sglang.adapters import adapter_problems
 from anygauge.serving.sglang.arguments import argument_problems
 from anygauge.serving.sglang.client.media import LONGEST_S
 from anygauge.serving.sglang.installed import Installed, how_to_install, installed_sglang
@@ -48,6 +49,8 @@ def sglang_problems(config: Config, backend: BackendSpec) -> Iterator[ConfigProb
         yield from argument_problems(group.sglang, f"rollout.groups[{index}].sglang", installed)
     yield from _without_tokenizer(config)
     yield from _not_updated(config, installed)
+    if config.pushes_adapter and config.train.lora.is_on:
+        yield from adapter_problems(config)
     yield from _too_short(config)
 
 
@@ -141,6 +144,10 @@ def _not_updated(config: Config, installed: Installed | None) -> Iterator[Config
         hint = 'SGLang numbers the processes of a broadcast without pp_size; write "tensor" or "disk"'
         yield ConfigProblem(path=path, found=sync.transport, hint=hint)
     api = _api(config, installed)
+    if config.pushes_adapter and api is not None and not api.loads_adapters:
+        hint = f"SGLang {api.version} never unloads an adapter whose request was aborted while it waited; "
+        hint += "install a newer SGLang, or send merged weights, by another transport"
+        yield ConfigProblem(path=path, found=sync.transport, hint=hint)
     if sync.pause == "in_place" and api is not None and not api.version_spans:
         hint = f"SGLang {api.version} tells one weight version for a response, which would be of several; "
         hint += 'write "retract" or "abort"'

@@ -30,6 +30,10 @@ class ServerApi:
     its tokens; where not, there is ``weight_version`` alone, that of its end."""
     flush_kills_waiting: bool
     """Whether an update with ``flush_cache`` ends the server while requests wait that a pause retracted."""
+    loads_adapters: bool
+    """Whether adapters can be replaced. Where not, a request that is aborted in the waiting queue keeps its
+    reference to its adapter (``lora_registry`` of the tokenizer manager), and ``/unload_lora_adapter`` waits
+    for it without end."""
 
     def weights(self, device_type: str) -> WeightApi:
         """Return how a server on a device takes weights."""
@@ -48,12 +52,14 @@ LISTED: dict[str, ServerApi] = {
             begin_end=False,
             version_spans=False,
             flush_kills_waiting=True,
+            loads_adapters=False,
         ),
         ServerApi(
             version="0.5.23",
             begin_end=True,
             version_spans=True,
             flush_kills_waiting=False,
+            loads_adapters=True,
         ),
     )
 }

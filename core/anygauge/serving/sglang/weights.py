@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,8 @@ __all__ = ["SGLangPeer", "SGLangTarget"]
 
 FLATTENED = "flattened_bucket"
 """Format of a bucket that is sent as one tensor."""
+NO_ADAPTER = "does not exist"
+"""SGLang's words where there is no adapter to unload: before the first update, and after a restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class SGLangPeer(ServerPeer):
     @property
     def has_checksums(self) -> bool:
         """Whether it tells checksums that can be compared."""
-        return self.api.checksums != "none" and not self.adapter  # it tells none of adapters
+        return self.api.checksums != "none" and not self.adapter  # /weights_checker leaves out adapters
 
     @property
     def takes_whole_buckets(self) -> bool:
@@ -150,8 +151,11 @@ class SGLangTarget(EngineControl, WeightTarget):
         The server gives it an id of its own, which is a part of the keys of the KV cache.
         """
         name, what = self._peer.adapter, f"the adapter of version {update.version}"
-        with suppress(RefusedError):  # there was none yet
+        try:
             self.post("/unload_lora_adapter", {"lora_name": name}, what="the end of an adapter")
+        except RefusedError as error:
+            if NO_ADAPTER not in str(error):
+                raise
         self.post("/load_lora_adapter", {"lora_name": name, "lora_path": path}, what=what)
         version = {"new_version": str(update.version), "abort_all_requests": False}
         self.post("/update_weight_version", version, what=what)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,9 @@ from anygauge_tests.fake_engine.options import Options
 from anygauge_tests.fake_engine.weight_store import WeightStore
 
 __all__ = ["Answer", "Weights"]
+
+_SLOTS = (".qkv_proj", ".o_proj", ".gate_up_proj", ".down_proj")
+"""Ends of the layers that an adapter may have beside those that are fused."""
 
 
 class Answer(NamedTuple):
@@ -93,16 +96,13 @@ class Weights:
             return Answer(False, f"LoRA with name {name} already exists.")
         try:
             config = json.loads((path / "adapter_config.json").read_text())
-            self.adapters[name] = {
-                "path": str(path),
-                "rank": config["r"],
-                "targets": config["target_modules"],
-            }
             with safe_open(path / "adapter_model.safetensors", "pt") as file:
                 sums = {tensor: checksum(file.get_tensor(tensor)) for tensor in file.keys()}  # noqa: SIM118
+            _check_slots(sums)
         except (OSError, ValueError, KeyError) as error:
             return Answer(False, f"Failed: {error!r}")
-        self.adapters[name]["checksums"] = sums
+        targets = config["target_modules"]
+        self.adapters[name] = {"path": str(path), "rank": config["r"], "targets": targets, "checksums": sums}
         return Answer(True, "", {"loaded_adapters": {name: str(path)}})
 
     def unload_adapter(self, body: Mapping[str, Any]) -> Answer:
@@ -141,3 +141,21 @@ class Weights:
         if self._needs_session and not self._session:
             return Answer(False, f"{name} must run between begin_weight_update() and end_weight_update()")
         return None
+
+
+def _check_slots(tensors: Iterable[str]) -> None:
+    """Fuse the layers of an adapter, by their names, as SGLang's ``LoRAAdapter`` does.
+
+    :raises KeyError: One lacks the layer that it is fused with.
+    :raises ValueError: There is no slot for one.
+    """
+    layers = {name.rpartition(".lora_")[0] for name in tensors}
+    for query in [layer for layer in layers if layer.endswith(".q_proj")]:
+        block = query.removesuffix("q_proj")
+        layers.discard(block + "k_proj")
+        layers -= {query}
+        layers.remove(block + "v_proj")
+    for gate in [layer for layer in layers if layer.endswith(".gate_proj")]:
+        layers -= {gate, gate.removesuffix("gate_proj") + "up_proj"}
+    if homeless := [layer for layer in layers if not layer.endswith(_SLOTS)]:
+        raise ValueError(f"LoRA weights of {homeless} are not supported")

@@ -161,8 +161,9 @@ def test_a_server_makes_room_for_the_adapter_that_it_gets(
     train = base.train.model_copy(update={"lora": lora})
     sync = base.weight_sync.model_copy(update={"transport": "adapter"})
     found = run_arguments(base.model_copy(update={"train": train, "weight_sync": sync}))
-    wanted = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": names}
+    wanted = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": names, "max_loras_per_batch": 2}
     assert found == {**run_arguments(base), **wanted}
+    assert found.keys() <= OWNED.keys()
 
 
 def test_a_backend_says_how_sglang_is_installed_beside_it() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.serving.sglang import rules
+from anygauge.serving.sglang.arguments import run_arguments
 from anygauge.serving.sglang.installed import Installed
 from anygauge_hooks.types import Availability, BackendSpec
 
@@ -214,3 +218,65 @@ def test_only_a_server_of_ours_is_told_of_the_platform(
     assert activate_platform() is None
     monkeypatch.setenv("ANYGAUGE_SGLANG_PLATFORM", asked["ANYGAUGE_SGLANG_PLATFORM"])
     assert activate_platform() == "anygauge_cpu.sglang_platform.HostPlatform"
+
+
+def lora_run(
+    config: Make, targets: Any = None, transport: str = "adapter", path: str = "/models/tiny"
+) -> Config:
+    train = {"dtype": "float32", "lora": {"rank": 2, "targets": targets}}
+    return config(train=train, weight_sync={"transport": transport}, model={"path": path})
+
+
+def test_a_version_that_cannot_unload_adapters_is_refused(
+    config: Make, cpu: BackendSpec, installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert found(lora_run(config), cpu) == {}
+    monkeypatch.setattr(rules, "installed_sglang", lambda: installed._replace(version="0.5.17"))
+    hint = found(lora_run(config), cpu)["weight_sync.transport"]
+    assert hint.startswith("SGLang 0.5.17 never unloads an adapter whose request was aborted")
+    assert "install a newer SGLang" in hint
+
+
+@pytest.mark.parametrize(
+    ("targets", "hint"),
+    [
+        (["q_proj"], "no adapter of q_proj without one of v_proj"),
+        (["q_proj", "k_proj"], "no adapter of q_proj without one of v_proj"),
+        (["self_attn.v_proj"], "no adapter of v_proj without one of q_proj"),
+        (["k_proj", "v_proj"], "without one of q_proj"),
+        (["up_proj", "down_proj"], "no adapter of up_proj without one of gate_proj"),
+        (["kv_a_proj_with_mqa"], "without one of q_a_proj"),
+        (["o_proj", "c_attn"], "no adapters of c_attn; choose among q_proj, k_proj"),
+        (["q_proj", "v_proj", "gate_proj", "down_proj"], None),
+        (None, None),
+    ],
+)
+def test_layers_that_servers_load_no_adapter_of_are_refused(
+    targets: Any, hint: str | None, config: Make, cpu: BackendSpec
+) -> None:
+    problems = found(lora_run(config, targets), cpu)
+    assert list(problems) == (["train.lora.targets"] if hint else [])
+    assert (hint or "") in problems.get("train.lora.targets", "")
+    assert found(lora_run(config, targets, "tensor"), cpu) == {}, "merged weights"
+
+
+def test_layers_that_targets_do_not_name_are_those_of_the_weights(
+    config: Make, cpu: BackendSpec, tmp_path: Path
+) -> None:
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    others = ["linear_attn.in_proj_qkvz", "mlp.shared_expert_gate", "mlp.gate", "mlp.experts.0.w1"]
+    names = [f"model.layers.0.{layer}" for layer in (*attention, *others)] + ["model.layers.1.eh_proj"]
+    tensors = {f"{name}.weight": torch.zeros(2, 2) for name in (*names, "lm_head", "model.embed_tokens")}
+    tensors |= {
+        "model.layers.0.norm.weight": torch.zeros(2),
+        "model.layers.0.a.conv1d.weight": torch.zeros(2, 1, 2),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 1}')
+    hint = found(lora_run(config, path=str(tmp_path)), cpu)["train.lora.targets"]
+    assert hint.startswith("SGLang loads no adapters of in_proj_qkvz, shared_expert_gate; choose among")
+    chosen = lora_run(config, r".*\.self_attn\..*", path=str(tmp_path))
+    assert found(chosen, cpu) == {}
+    assert run_arguments(chosen)["lora_target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    only = lora_run(config, r".*\.q_proj", path=str(tmp_path))
+    assert "without one of v_proj" in found(only, cpu)["train.lora.targets"]

@@ -18,6 +18,7 @@ def test_what_differs_between_the_listed_versions() -> None:
     assert (old.begin_end, new.begin_end) == (False, True)
     assert (old.version_spans, new.version_spans) == (False, True)
     assert (old.flush_kills_waiting, new.flush_kills_waiting) == (True, False)
+    assert (old.loads_adapters, new.loads_adapters) == (False, True)
 
 
 @pytest.mark.parametrize(
