@@ -348,6 +348,19 @@ def test_an_export_has_what_its_key_says(
     assert all(tensor.equal(sent[name]) for name, tensor in stored.items())
 
 
+def test_adapters_are_gathered_before_they_are_sent(
+    make_engine: MakeEngine, qwen2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer step may have left them on other ranks."""
+    engine = make_engine(qwen2, LORA, "megatron")
+    gathered: list[bool] = []
+    monkeypatch.setattr(engine, "_gather_parameters", lambda: gathered.append(True))
+    for overlaps in (False, True):
+        engine.policy.options.ddp.overlap_param_gather = overlaps
+        assert dict(engine.adapter_weights())
+        assert gathered == [True] * overlaps
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_new_adapters_change_nothing_and_a_reference_without_them_is_the_base(
     make_engine: MakeEngine, qwen2: Path, name: str

@@ -87,6 +87,16 @@ def test_requests_of_one_prompt_are_sent_as_one() -> None:
     run(check)
 
 
+def test_requests_that_are_sent_together_ask_for_the_adapter() -> None:
+    async def check(engine: Engine) -> None:
+        engine.batches = Batches(engine.post, "the engine", adapter="policy")
+        await asyncio.gather(engine.ask(5), engine.ask(6))
+        (together,) = engine.bodies
+        assert (together["rid"], together["lora_path"]) == (["r5", "r6"], "policy")
+
+    run(check)
+
+
 def test_samples_of_a_group_go_on_together_from_different_tokens() -> None:
     """Samples that an update of the weights has ended."""
 

@@ -109,6 +109,15 @@ def test_a_worker_has_the_server_of_its_rank(
     assert made.peer().bootstrap == ("127.0.0.1:9" if rank == 1 else "")
 
 
+def test_a_server_has_the_adapter_of_a_run_that_sends_it_alone(config: Make, plugins: Plugins) -> None:
+    lora = {"dtype": "float32", "lora": {"rank": 2}}
+    made = make_server(
+        config(train=lora, weight_sync={"transport": "adapter"}), context(plugins, address="10.0.0.3")
+    )
+    assert made._adapter == "policy"
+    assert make_server(config(train=lora), context(plugins, address="10.0.0.3"))._adapter == ""
+
+
 def test_a_node_without_sglang_says_the_command_that_installs_it(
     config: Make, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
