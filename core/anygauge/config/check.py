@@ -126,7 +126,7 @@ def check(
         control_functions(config, plugins),
         metric_functions(config, plugins),
         colocation_rules(config, plugins),
-        weight_sync_rules(config, backend, plugins),
+        weight_sync_rules(config, backend, plugins, trains=trains),
         profile_rules(config, backend, plugins),
         transport_rule(config, user_keys, plugins),
         _provider(config, backend),

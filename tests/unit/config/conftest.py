@@ -168,6 +168,7 @@ def load(tmp_path: Path, plugins: Plugins, model_dir: Path) -> Load:
         *,
         check_files: bool = True,
         defers_models: bool = False,
+        trains: bool = True,
     ) -> LoadedConfig:
         added = dict(tables or {})
         lines = [f"[{name}]\n{text}\n{added.pop(name, '')}" for name, text in minimal.items()]
@@ -181,6 +182,7 @@ def load(tmp_path: Path, plugins: Plugins, model_dir: Path) -> Load:
             plugins=plugins,
             check_files=check_files,
             defers_models=defers_models,
+            trains=trains,
         )
 
     return load

@@ -81,6 +81,10 @@ def test_an_adapter_by_itself_needs_adapters_alone_and_servers_that_load_them(
     assert hint in str(caught.value)
 
 
+def test_an_evaluation_of_merged_weights_has_no_adapter(load: Load) -> None:
+    assert not load({}, LOADER, trains=False).config.pushes_adapter
+
+
 JOINED = ["--placement.rollout_workers=1", "--placement.launcher=ray", "--cluster.address=auto"]
 
 

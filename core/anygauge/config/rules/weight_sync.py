@@ -28,8 +28,13 @@ HOST = "cpu"
 """Device type of what is no accelerator: processes share it as they like."""
 
 
-def weight_sync_rules(config: Config, backend: BackendSpec, plugins: Plugins) -> Iterator[ConfigProblem]:
-    """Yield a transport that cannot reach the run's engines, and keys that have no effect."""
+def weight_sync_rules(
+    config: Config, backend: BackendSpec, plugins: Plugins, *, trains: bool = True
+) -> Iterator[ConfigProblem]:
+    """Yield a transport that cannot reach the run's engines, and keys that have no effect.
+
+    :param trains: Whether it is the config of a training; an evaluation of merged weights has no adapter.
+    """
     options = config.weight_sync
     if options.directory is not None and options.transport not in ("disk", "adapter"):
         hint = 'has no effect without weight_sync.transport = "disk" or "adapter"; leave it out'
@@ -44,7 +49,7 @@ def weight_sync_rules(config: Config, backend: BackendSpec, plugins: Plugins) ->
         yield ConfigProblem(path="weight_sync.senders", found=options.senders, hint=hint)
     engines: Mapping[str, RolloutEngineSpec] = plugins.named("register_rollout_engines")
     engine = engines.get(config.rollout.engine)
-    if config.pushes_adapter:
+    if options.transport == ADAPTER and (trains or config.pushes_adapter):
         loading = sorted(name for name, each in engines.items() if each.loads_adapters)
         for reason in _adapter_obstacles(config, loading):
             yield ConfigProblem(path="weight_sync.transport", found=options.transport, hint=reason)

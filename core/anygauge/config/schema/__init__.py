@@ -98,7 +98,7 @@ class Config(Section):
     @property
     def pushes_adapter(self) -> bool:
         """Whether servers get the trained adapter by itself, and compute it beside ``model.path``."""
-        return self.weight_sync.transport == "adapter"
+        return self.weight_sync.transport == "adapter" and self.train.lora.is_on
 
     @property
     def starts_elsewhere(self) -> bool:

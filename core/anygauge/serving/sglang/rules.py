@@ -49,7 +49,7 @@ def sglang_problems(config: Config, backend: BackendSpec) -> Iterator[ConfigProb
         yield from argument_problems(group.sglang, f"rollout.groups[{index}].sglang", installed)
     yield from _without_tokenizer(config)
     yield from _not_updated(config, installed)
-    if config.pushes_adapter and config.train.lora.is_on:
+    if config.pushes_adapter:
         yield from adapter_problems(config)
     yield from _too_short(config)
 
