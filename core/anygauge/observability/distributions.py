@@ -29,6 +29,8 @@ def record_distributions(
 
         {"step": 5, "reward": [[0.0, 5], [1.0, 3]], "length": [[2.0, 8]]}
 
+    More than 64 distinct values are counted in intervals, each ``[middle, count, width]``.
+
     :param total: Steps of the run.
     :param values: Values of samples or prompts, by name; one without any is left out.
     """
@@ -42,8 +44,8 @@ def record_distributions(
         _log.warning("the distributions of step %d are not recorded: %s", step, error)
 
 
-def value_counts(values: Iterable[float]) -> list[tuple[float, int]]:
-    """Return how often each value occurs, ascending.
+def value_counts(values: Iterable[float]) -> list[tuple[float, ...]]:
+    """Return how often each value occurs, ascending; or the middle, the count and the width of intervals.
 
     >>> value_counts([1.0, 0.0, 1.0])
     [(0.0, 1), (1.0, 2)]
@@ -51,10 +53,18 @@ def value_counts(values: Iterable[float]) -> list[tuple[float, int]]:
     counts = Counter(float(f"{value:.6g}") for value in values)
     if len(counts) <= MOST_VALUES:
         return sorted(counts.items())
-    low, high = min(counts), max(counts)
-    width = (high - low) / MOST_VALUES
+    low, width = _intervals(counts)
     middles: Counter[float] = Counter()
     for value, count in counts.items():
         interval = min(int((value - low) / width), MOST_VALUES - 1)
         middles[float(f"{low + (interval + 0.5) * width:.6g}")] += count
-    return sorted(middles.items())
+    return [(middle, count, width) for middle, count in sorted(middles.items())]
+
+
+def _intervals(values: Iterable[float]) -> tuple[float, float]:
+    """Return where intervals begin, and their width: equally many integers are in each of them."""
+    values = list(values)
+    low, high = min(values), max(values)
+    if all(value.is_integer() for value in values):
+        return low - 0.5, float(-(-(high - low + 1) // MOST_VALUES))
+    return low, (high - low) / MOST_VALUES

@@ -25,9 +25,11 @@ from anygauge.health.record import HEALTH_FILE, health_of, write_health
 from anygauge.health.rules import RULES, Limit
 from anygauge.health.watch import CALM, watch_rules
 from anygauge.observability.control_characters import visible
+from anygauge.observability.distributions import value_counts
 from anygauge.observability.report import REPORT_FILE, write_report
 from anygauge.observability.report.catalog import SECTIONS, SFT_SECTIONS
 from anygauge.observability.report.charts import COLOURS, MOST_POINTS
+from anygauge.observability.report.histograms import draw_histograms
 from anygauge.observability.report.page import render_page
 from anygauge.observability.report.run_files import read_run
 from anygauge.observability.report.texts import MOST_CHARACTERS, sample_steps
@@ -355,6 +357,36 @@ def test_histograms_set_the_last_recorded_steps_against_the_first(make_run: Make
         "outline c7": "M0 74.07L500 74.07L500 691.4L1000 691.4L1000 1000L500 1000L500 1000L0 1000Z",
     }
     assert "step 1step 3" in page.text().replace("\n", "").replace(" ", "").replace("step", "step ")
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [
+        (range(1, 37), 18),  # two lengths in each
+        (range(1, 129), 24),  # in intervals of two
+        ([each / 8 for each in range(9)], 9),
+        ([each / 1000 for each in range(6400)], 24),
+    ],
+)
+def test_a_histogram_of_equal_counts_is_flat(values: Sequence[float], bars: int) -> None:
+    (chart,) = draw_histograms({1: {"length": json.loads(json.dumps(value_counts(values)))}})
+    (layer,) = chart.layers
+    heights = [float(each) for each in re.findall(r"[ML]\S+ ([\d.]+)", layer.path)][: 2 * bars]
+    assert layer.points == bars
+    assert max(heights) - min(heights) <= 1
+
+
+def test_values_far_apart_keep_their_bars_beside_those_in_intervals() -> None:
+    drawn = draw_histograms({1: {"reward": [[0.0, 1], [0.3, 1], [1.0, 2]]}, 2: {"reward": [[0.5, 4, 1.0]]}})
+    first, last = (
+        [float(y) for y in re.findall(r"[ML]\S+ ([\d.]+)", each.path)] for each in drawn[0].layers[::-1]
+    )
+    assert [24 - first[:48:2].count(1000.0), 24 - last[:48:2].count(1000.0)] == [3, 24]
+
+
+def test_a_histogram_has_the_first_and_the_last_tenth_of_the_steps() -> None:
+    (chart,) = draw_histograms({step: {"reward": [[step / 8, 1]]} for step in range(1, 21)})
+    assert [line.label for line in chart.lines] == ["steps 1 to 2", "steps 19 to 20"]
 
 
 def test_a_running_page_reloads_itself_and_no_other_does(make_run: MakeRun, tmp_path: Path) -> None:

@@ -100,8 +100,8 @@ def test_a_step_of_rollouts_records_its_distributions(loop: module.Loop, tmp_pat
 def test_many_values_are_counted_in_intervals() -> None:
     counts = value_counts([number / 10 for number in range(641)])
     assert len(counts) == 64
-    assert counts[0] == (0.5, 10)
-    assert counts[-1] == (63.5, 11)  # the greatest value ends the last interval
+    assert counts[0] == (0.5, 10, 1.0)
+    assert counts[-1] == (63.5, 11, 1.0)  # the greatest value ends the last interval
     assert value_counts([1 / 3, 1 / 3 + 1e-9]) == [(0.333333, 2)]  # rounding makes no value of its own
 
 

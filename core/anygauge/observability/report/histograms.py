@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from anygauge.observability.report.charts import Chart, Layer, Line, Tick, value_ticks
 from anygauge.observability.report.paths import area_path
@@ -14,7 +15,9 @@ __all__ = ["draw_histograms"]
 
 MOST_BARS = 24
 _FIRST, _LAST = 7, 0
-"""Colours."""
+"""Colors."""
+_ROUNDING = 1e-3
+"""Positions on a grid, or bars, that a value misses its place by: files have six digits."""
 _TITLES = {
     "reward": ("Rewards", "Of samples, as scored.", "samples"),
     "prompt_reward": ("Mean reward of a prompt", "Its pass rate where rewards are 0 and 1.", "prompts"),
@@ -23,7 +26,16 @@ _TITLES = {
 }
 """Title, description and what is counted."""
 
-Counts = Counter[float]
+
+class Interval(NamedTuple):
+    """What one count is of."""
+
+    middle: float
+    width: float
+    """0 for a single value."""
+
+
+Counts = Counter[Interval]
 
 
 def draw_histograms(rows: Mapping[int, Mapping[str, Any]]) -> list[Chart]:
@@ -49,35 +61,39 @@ def _span(steps: Sequence[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
-def _counts(recorded: Any) -> Counts:
+def _counts(recorded: Iterable[Any]) -> Counts:
     """Return the sum of what was recorded; a file from elsewhere may hold anything."""
     counts: Counts = Counter()
-    for pairs in recorded:
-        for pair in pairs if isinstance(pairs, list) else ():
-            if isinstance(pair, list) and len(pair) == 2 and all(type(each) in (int, float) for each in pair):
-                value, count = pair
-                if abs(value) < 1e290 and 0 < count < 1e15:
-                    counts[float(value)] += count
+    for entries in recorded:
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(entry, list) and len(entry) in (2, 3) and all(map(_is_number, entry)):
+                value, count, width = (*entry, 0.0)[:3]
+                if count > 0 and width >= 0:
+                    counts[Interval(float(value), float(width))] += count
     return counts
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e290
+
+
 def _draw(name: str, texts: tuple[str, str, str], counts: Mapping[str, Counts]) -> Chart:
-    values = sorted({value for each in counts.values() for value in each})
-    bars = min(len(values), MOST_BARS)
-    width = (values[-1] - values[0]) / (bars - 1) if bars > 1 else abs(values[0]) or 1.0
-    x = Range(values[0] - width / 2, values[-1] + width / 2)
-    fractions = {span: _fractions(each, x, bars) for span, each in counts.items()}
+    intervals = {interval for each in counts.values() for interval in each}
+    values = sorted({each.middle for each in intervals})
+    grid = _grid([each.middle for each in intervals if not each.width])
+    x, bars = _bars(sorted(intervals), grid)
+    fractions = {span: _fractions(each, grid, x, bars) for span, each in counts.items()}
     y = Range(0.0, 1.08 * max(map(max, fractions.values())))
     layers, lines = [], []
     for index, (span, heights) in enumerate(fractions.items()):
         is_last = index == len(fractions) - 1
-        colour = _LAST if is_last else _FIRST
+        color = _LAST if is_last else _FIRST
         edges = [x.low + (x.high - x.low) * edge / bars for bar in range(bars) for edge in (bar, bar + 1)]
         upper = [height for height in heights for _ in range(2)]
         path = area_path(edges, [0.0] * len(edges), upper, x, y)
-        layers.append(Layer("area" if is_last else "outline", colour, path, bars))
-        lines.append(Line("", span, colour))
-    ticks = values if bars <= 8 else nice_ticks(x, 8)
+        layers.append(Layer("area" if is_last else "outline", color, path, bars))
+        lines.append(Line("", span, color))
+    ticks = values if len(values) <= 8 else nice_ticks(x, 8)
     title, about, counted = texts
     return Chart(
         key=f"histogram-{name.replace('_', '-')}",
@@ -94,10 +110,55 @@ def _draw(name: str, texts: tuple[str, str, str], counts: Mapping[str, Counts]) 
     )
 
 
-def _fractions(counts: Counts, x: Range, bars: int) -> list[float]:
+def _grid(values: Sequence[float]) -> float:
+    """Return the distance of values that are equally far apart, with holes; 0 for any other ones.
+
+    Bars that hold the same number of grid positions show no comb: it is 1 for lengths, 1/8 for the means of
+    eight samples that pass or fail.
+    """
+    order = sorted(set(values))
+    steps = [high - low for low, high in zip(order, order[1:], strict=False)]
+    if not steps:
+        return 0.0
+    if all(value.is_integer() and abs(value) < 2**53 for value in order):
+        return float(math.gcd(*map(int, steps)))
+    grid = min(steps)
+    is_fine = grid < 1e-6 * (order[-1] - order[0])
+    return 0.0 if is_fine or any(abs(s / grid - round(s / grid)) > _ROUNDING for s in steps) else grid
+
+
+def _bars(intervals: Sequence[Interval], grid: float) -> tuple[Range, int]:
+    """Return the range of all bars, and their number."""
+    low = min(each.middle - (each.width or grid) / 2 for each in intervals)
+    high = max(each.middle + (each.width or grid) / 2 for each in intervals)
+    if high > low and any(each.width for each in intervals):
+        return Range(low, high), MOST_BARS
+    if grid:
+        positions = round((high - low) / grid)
+        in_bar = -(-positions // MOST_BARS)
+        bars = -(-positions // in_bar)
+        return Range(low, low + bars * in_bar * grid), bars
+    bars = min(len(intervals), MOST_BARS)
+    width = (high - low) / (bars - 1) if bars > 1 else abs(low) or 1.0
+    return Range(low - width / 2, high + width / 2), bars
+
+
+def _fractions(counts: Counts, grid: float, x: Range, bars: int) -> list[float]:
     """Return the height of each bar, in percent."""
     heights = [0.0] * bars
     total = counts.total() or 1
-    for value, count in counts.items():
-        heights[min(int(bars * x.fraction(value)), bars - 1)] += 100 * count / total
+    for (middle, width), count in counts.items():
+        half = (width or grid) / 2
+        low, high = (bars * x.fraction(end) for end in (middle - half, middle + half))
+        for bar, share in _spread(low, high, bars):
+            heights[bar] += 100 * share * count / total
     return heights
+
+
+def _spread(low: float, high: float, bars: int) -> Iterator[tuple[int, float]]:
+    """Yield each bar that an interval overlaps, and its share of the interval; both ends are in bars."""
+    if high - low < _ROUNDING:
+        yield min(int((low + high) / 2), bars - 1), 1.0
+        return
+    for bar in range(max(int(low), 0), min(math.ceil(high), bars)):
+        yield bar, (min(high, bar + 1) - max(low, bar)) / (high - low)
