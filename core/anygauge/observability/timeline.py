@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from anygauge.observability.phases import PhaseTime, Row
+from anygauge.strict_json import parse_json
 
 __all__ = ["TIMELINE_FILE", "Timeline", "read_events"]
 
@@ -91,16 +93,26 @@ def _opened(path: Path) -> IO[bytes]:
     with path.open("ab"):
         pass
     stream = path.open("r+b")
-    size = stream.seek(0, os.SEEK_END)
-    first = stream.seek(max(0, size - LARGEST_EVENT))
-    tail = stream.read()
-    if not tail.endswith(END):
-        whole = _whole(tail)
-        stream.seek(first + whole)
+    stream.seek(max(0, stream.seek(0, os.SEEK_END) - len(END)))
+    if stream.read() != END:
+        end = _end_of_events(stream)
+        stream.seek(end)
         stream.truncate()
-        stream.write(END if first + whole else b"[" + END)
+        stream.write(END if end else b"[" + END)
         stream.flush()
     return stream
+
+
+def _end_of_events(stream: IO[bytes]) -> int:
+    """Return where the last whole line ends; a loss of power may leave any number of zeros after it."""
+    size = stream.seek(0, os.SEEK_END)
+    first, length = size, LARGEST_EVENT
+    while first:
+        first = stream.seek(max(0, size - length))
+        if whole := _whole(stream.read()):
+            return first + whole
+        length *= 4
+    return 0
 
 
 def _whole(tail: bytes) -> int:
@@ -153,8 +165,9 @@ def read_events(path: Path, *, most_bytes: int) -> list[tuple[Row, PhaseTime]]:
     events = []
     for line in lines:
         with suppress(ValueError, TypeError, KeyError, OverflowError):
-            event = json.loads(line.rstrip(b","))
-            if event["ph"] == "X":
-                time = PhaseTime(str(event["name"]), event["ts"] / 1e6, max(0, event["dur"]) / 1e6)
+            event = parse_json(line.rstrip(b","), strict=False)
+            start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+            if event["ph"] == "X" and math.isfinite(start) and math.isfinite(seconds):
+                time = PhaseTime(str(event["name"]), start, max(0.0, seconds))
                 events.append((Row(kinds[event["pid"]], int(event["tid"])), time))
     return events

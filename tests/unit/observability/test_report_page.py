@@ -26,6 +26,7 @@ from anygauge.health.rules import RULES, Limit
 from anygauge.health.watch import CALM, watch_rules
 from anygauge.observability.control_characters import visible
 from anygauge.observability.distributions import value_counts
+from anygauge.observability.phases import PhaseTime, Row
 from anygauge.observability.report import REPORT_FILE, write_report
 from anygauge.observability.report.catalog import SECTIONS, SFT_SECTIONS
 from anygauge.observability.report.charts import COLOURS, MOST_POINTS
@@ -33,6 +34,7 @@ from anygauge.observability.report.histograms import draw_histograms
 from anygauge.observability.report.page import render_page
 from anygauge.observability.report.run_files import read_run
 from anygauge.observability.report.texts import MOST_CHARACTERS, sample_steps
+from anygauge.observability.timeline import TIMELINE_FILE, Timeline
 from anygauge_hooks.errors import CheckpointError
 
 VOID = {"meta", "input", "br", "hr", "img", "link", "base", "path"}
@@ -406,6 +408,18 @@ def test_a_running_page_reloads_itself_and_no_other_does(make_run: MakeRun, tmp_
     assert not page.all_of("p", "live")
 
 
+def test_the_timeline_is_drawn_with_its_breaks(make_run: MakeRun) -> None:
+    directory = make_run()
+    timeline = Timeline(directory / TIMELINE_FILE)
+    timeline.add(Row("driver"), [PhaseTime("train", 0.0, 30.0), PhaseTime("lost", 9e4, 30.0)])
+    timeline.close()
+    page = Page(write_report(directory))
+    assert "each server did in 1 min 00 s." in page.text()
+    assert "nothing ran for 1 d 0 h" in page.text()
+    drawn = [a["d"] for name in ("c1", "c8", "break") for a in page.all_of("path", name)]
+    assert drawn == ["M0 0h300v1h-300z", "M300 0h300v1h-300z", "M300.0 0v1"]
+
+
 def test_tokens_are_data_of_the_page(make_run: MakeRun) -> None:
     own = sample(tokens=["a", "</script>"], log_probs=[-0.5, None])
     page = Page(write_report(make_run(None, [{"step": 3, "samples": [sample(), own]}])))
@@ -603,7 +617,7 @@ def test_a_run_without_its_config(make_run: MakeRun) -> None:
 
 
 def test_files_that_cannot_be_read_are_named(make_run: MakeRun) -> None:
-    directory = make_run(rows(3), [{"step": 1}, [2], "x"], environment=[1])
+    directory = make_run(rows(3), [{"step": 1}, [2], "x", {"step": math.inf, "samples": []}], environment=[1])
     for name in ("config.toml", "run.json", "capabilities.json"):
         (directory / name).write_bytes(b"\xff{")
     text = Page(write_report(directory)).text()
@@ -611,7 +625,7 @@ def test_files_that_cannot_be_read_are_named(make_run: MakeRun) -> None:
         "config.toml cannot be read: ",
         "capabilities.json cannot be read: ",
         "environment.json cannot be read: it holds no object.",
-        "samples.jsonl: 3 lines cannot be read.",
+        "samples.jsonl: 4 lines cannot be read.",
         "There is no run.json",
     ):
         assert message in text

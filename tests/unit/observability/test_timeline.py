@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,7 +13,8 @@ from typing import Any
 import pytest
 
 from anygauge.observability.phases import PhaseTime, Row, record_phase, take_phases
-from anygauge.observability.report.timeline import COLUMNS, draw_timeline
+from anygauge.observability.report import timeline as drawing
+from anygauge.observability.report.timeline import ACTIVITIES, COLUMNS, TimelineView, draw_timeline
 from anygauge.observability.timeline import TIMELINE_FILE, Timeline, read_events
 
 DRIVER, ACTOR, ENGINE = Row("driver"), Row("actor", 1), Row("engine", 0)
@@ -96,6 +96,14 @@ def test_only_half_an_event_is_lost(tmp_path: Path) -> None:
     assert complete(path) == [(1, f"step {n}") for n in range(99)]
 
 
+@pytest.mark.parametrize("lost", [b"\0" * 20_000, b'{"name":"' + b"x" * 5000])
+def test_a_loss_of_power_leaves_what_was_whole(tmp_path: Path, lost: bytes) -> None:
+    path = written(tmp_path, [(DRIVER, PhaseTime("train", 1.0, 1.0))])
+    path.write_bytes(path.read_bytes()[:-3] + b",\n" + lost)
+    Timeline(path).close()
+    assert complete(path) == [(1, "train")]
+
+
 def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         timeline = Timeline(tmp_path / "no" / "such" / TIMELINE_FILE)
@@ -107,7 +115,9 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_lines_that_are_no_phase_are_left_out(tmp_path: Path) -> None:
     path = written(tmp_path, [(ACTOR, PhaseTime("train", 1.5, 0.5))])
-    garbage = ["nonsense,", "{}", '{"ph":"X"}', '{"name":"a","ph":"X","pid":9,"tid":0,"ts":0,"dur":0}', "[1]"]
+    garbage = ["nonsense,", "{}", '{"ph":"X"}', "[1]", "[" * 100_000]
+    for odd in ('"pid":9', '"ts":NaN', '"dur":1e400', f'"ts":1{"0" * 400}'):
+        garbage.append('{"name":"a","ph":"X","pid":1,"tid":0,"ts":0,"dur":0,' + odd + "},")
     path.write_text("\n".join([*garbage, path.read_text()]))
     assert read_events(path, most_bytes=MANY) == [(ACTOR, PhaseTime("train", 1.5, 0.5))]
     assert read_events(path, most_bytes=10) == []
@@ -118,11 +128,10 @@ def test_lines_that_are_no_phase_are_left_out(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------
 
 
-def stretches(section: str, row: str) -> list[tuple[int, int, int]]:
-    """Return color, first column and columns of each stretch of a row."""
-    (line,) = [line for line in section.splitlines() if f'aria-label="{row} over time"' in line]
-    found = re.findall(r'var\(--c(\d)\)" d="M(\d+) 0h(\d+)v1h-\3z"', line)
-    return [(int(color), int(at), int(width)) for color, at, width in found]
+def drawn(directory: Path) -> TimelineView:
+    view = draw_timeline(directory)
+    assert view is not None
+    return view
 
 
 def test_each_stretch_has_the_color_of_what_took_most_of_it(tmp_path: Path) -> None:
@@ -133,29 +142,51 @@ def test_each_stretch_has_the_color_of_what_took_most_of_it(tmp_path: Path) -> N
         *[(ENGINE, PhaseTime("asleep", 100.04, 0.06)), (ENGINE, PhaseTime("paused", 150.0, 10.0))],
     ]
     written(tmp_path, phases)
-    section = draw_timeline(tmp_path)
-    assert "in 60 s." in section  # without the start
+    view = drawn(tmp_path)
+    assert (view.shown, view.is_end, view.breaks) == ("1 min 00 s", False, [])  # without the start
     tenth = COLUMNS // 6
-    assert stretches(section, "driver") == [
-        (6, 0, tenth),  # the inner phase
-        (0, tenth, 2 * tenth),
-        (1, 3 * tenth, 3 * tenth),
+    assert view.rows["driver"] == [
+        (0, tenth, 6),  # the inner phase
+        (tenth, 2 * tenth, 0),
+        (3 * tenth, 3 * tenth, 1),
     ]
-    assert stretches(section, "engine-0") == [(6, 0, 1), (2, 5 * tenth, tenth)]
-    assert re.findall("</i>([a-z ]+)<", section) == ["generate", "train", "sync weights", "sleep and wake up"]
+    assert view.rows["engine-0"] == [(0, 1, 6), (5 * tenth, tenth, 2)]
+    labels = ["generate", "train", "sync weights", "sleep and wake up"]
+    assert [activity.label for activity in view.activities] == labels
 
 
 def test_rows_are_in_order_and_some_are_left_out(tmp_path: Path) -> None:
     rows = [Row("engine", 1), *(Row("actor", rank) for rank in reversed(range(30))), DRIVER]
-    written(tmp_path, [(row, PhaseTime("train", 5000.0 * number, 1.0)) for number, row in enumerate(rows)])
-    section = draw_timeline(tmp_path)
-    expected = ["driver", *(f"actor-{rank}" for rank in range(23))]
-    assert re.findall(r'aria-label="(\S+) over time"', section) == expected
-    assert "8 more rows are in the file." in section
-    assert "in 43 h 3 min." in section
+    written(tmp_path, [(row, PhaseTime("train", float(number), 1.0)) for number, row in enumerate(rows)])
+    view = drawn(tmp_path)
+    assert list(view.rows) == ["driver", *(f"actor-{rank}" for rank in range(23))]
+    assert (view.left_out, view.shown) == (8, "32 s")
+
+
+def test_the_break_before_a_resume_is_cut_out_and_marked(tmp_path: Path) -> None:
+    day = 86400.0
+    parts = [(DRIVER, PhaseTime("train", 10.0, 50.0)), (DRIVER, PhaseTime("start", 60 + 2 * day, 5.0))]
+    parts += [(ACTOR, PhaseTime("generate", 66 + 2 * day, 44.0)), (DRIVER, PhaseTime("start", 0.0, 1.0))]
+    written(tmp_path, parts)
+    view = drawn(tmp_path)
+    assert (view.shown, view.breaks) == ("1 min 40 s", [(COLUMNS / 2, "2 d 0 h")])  # not the second before 66
+    assert view.rows == {"driver": [(0, 300, 1), (300, 30, 7)], "actor-1": [(336, 264, 0)]}
+
+
+def test_the_end_of_a_long_run_is_said_to_be_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, [(DRIVER, PhaseTime("train", float(step), 1.0)) for step in range(100)])
+    monkeypatch.setattr(drawing, "MOST_BYTES", 1000)
+    view = drawn(tmp_path)
+    assert view.is_end
+    assert 5 <= int(view.shown.removesuffix(" s")) <= 20
+
+
+def test_no_activity_has_the_color_of_what_was_lost() -> None:
+    colors = [activity.color for activity in ACTIVITIES]
+    assert len(set(colors)) == len(colors)
 
 
 def test_a_run_without_a_timeline_has_no_section(tmp_path: Path) -> None:
-    assert draw_timeline(tmp_path) == ""
+    assert draw_timeline(tmp_path) is None
     written(tmp_path, [(DRIVER, PhaseTime("<b>of a plugin</b>", 0.0, 1.0))])
-    assert draw_timeline(tmp_path) == ""
+    assert draw_timeline(tmp_path) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from anygauge.observability.report.charts import Chart, Layer, Line, Tick, value_ticks
@@ -117,7 +118,7 @@ def _grid(values: Sequence[float]) -> float:
     eight samples that pass or fail.
     """
     order = sorted(set(values))
-    steps = [high - low for low, high in zip(order, order[1:], strict=False)]
+    steps = [high - low for low, high in pairwise(order)]
     if not steps:
         return 0.0
     if all(value.is_integer() and abs(value) < 2**53 for value in order):

@@ -164,7 +164,7 @@ def _read_steps(files: RunFiles, name: str, read: Callable[[Mapping[str, Any]], 
             row = parse_json(line or b"null", strict=False)
             if row is not None:
                 steps[int(row["step"])] = read(row)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             broken += 1
     if broken:
         files.missing.append(f"{name}: {broken} lines cannot be read.")

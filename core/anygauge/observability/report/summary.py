@@ -16,7 +16,18 @@ from anygauge.observability.report.metrics_file import Series
 from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
 
-__all__ = ["Standing", "Tile", "badge", "config_value", "facts", "run_name", "standing", "tiles", "verdict"]
+__all__ = [
+    "Standing",
+    "Tile",
+    "badge",
+    "config_value",
+    "facts",
+    "run_name",
+    "spell_duration",
+    "standing",
+    "tiles",
+    "verdict",
+]
 
 Kind = Literal["finished", "running", "failed", "stopped", "unknown"]
 
@@ -185,7 +196,7 @@ def _duration_text(files: RunFiles, now: datetime) -> str:
             unknown = True
         else:
             seconds += max((ended - started).total_seconds(), 0.0)
-    return f"{'at least ' if unknown else ''}{_duration(seconds)}" if seconds else ""
+    return f"{'at least ' if unknown else ''}{spell_duration(seconds)}" if seconds else ""
 
 
 def _last_sign(files: RunFiles) -> datetime | None:
@@ -200,7 +211,8 @@ def _time(text: Any) -> datetime | None:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
-def _duration(seconds: float) -> str:
+def spell_duration(seconds: float) -> str:
+    """Return a duration as ``2 d 3 h``, ``2 h 05 min``, ``2 min 05 s`` or ``5 s``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -245,7 +257,7 @@ def _left(files: RunFiles, now_at: Standing, now: datetime) -> str:
     started, done = _time(part.get("started")), now_at.step - int(part.get("from_step") or 0)
     if now_at.total is None or started is None or done <= 0:
         return ""
-    return _duration((now - started).total_seconds() / done * max(now_at.total - now_at.step, 0))
+    return spell_duration((now - started).total_seconds() / done * max(now_at.total - now_at.step, 0))
 
 
 def _outcomes(series: Mapping[str, Series]) -> Iterator[str]:

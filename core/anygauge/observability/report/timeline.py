@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from anygauge.observability.control_characters import visible
 from anygauge.observability.phases import PhaseTime, Row
+from anygauge.observability.report.summary import spell_duration
 from anygauge.observability.timeline import KINDS, TIMELINE_FILE, read_events
 
-__all__ = ["draw_timeline"]
+__all__ = ["COLUMNS", "Stretch", "TimelineView", "draw_timeline"]
 
 COLUMNS = 600
 """Stretches of time that a row is divided into; each has the color of the phase that took most of it."""
@@ -22,6 +22,9 @@ ROUNDING = 1e-6
 MOST_ROWS = 24
 MOST_BYTES = 16 * 2**20
 """Bytes at the end of the file that are drawn; the file itself has everything."""
+MOST_BREAKS = 20
+LONG_BREAK = 0.1
+"""A time in which no row did anything is cut out if it is longer than this fraction of all others."""
 
 
 class Activity(NamedTuple):
@@ -42,69 +45,112 @@ ACTIVITIES = (
     Activity("save", 4, ("save",)),
     Activity("evaluate", 5, ("evaluate",)),
     Activity("start", 7, STARTS),
-    Activity("lost", 7, ("lost",)),
-    Activity("write a profile", 7, ("profile",)),
+    Activity("lost", 8, ("lost",)),
+    Activity("write a profile", 9, ("profile",)),
 )
 OF_PHASE: Mapping[str, int] = {name: i for i, each in enumerate(ACTIVITIES) for name in each.phases}
 
 
-def draw_timeline(directory: Path) -> str:
-    """Return the section of the report as HTML; empty for a run without a timeline."""
+class Stretch(NamedTuple):
+    """Columns of one color."""
+
+    at: int
+    width: int
+    color: int
+
+
+class Break(NamedTuple):
+    """A time that is cut out because nothing ran."""
+
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineView:
+    """The drawing."""
+
+    shown: str
+    """How much of the run it shows."""
+    is_end: bool
+    """Whether it shows the end of a run that is too long."""
+    activities: Sequence[Activity]
+    rows: Mapping[str, Sequence[Stretch]]
+    """Stretches of each row, by its name."""
+    breaks: Sequence[tuple[float, str]]
+    """Column and duration of each time that is cut out."""
+    left_out: int
+    """Rows that are not drawn."""
+    columns: int = COLUMNS
+
+
+def draw_timeline(directory: Path) -> TimelineView | None:
+    """Draw the timeline of a run; ``None`` for a run without one."""
+    path = directory / TIMELINE_FILE
     try:
-        events = read_events(directory / TIMELINE_FILE, most_bytes=MOST_BYTES)
+        events = read_events(path, most_bytes=MOST_BYTES)
     except OSError:
-        return ""
+        return None
     rows: dict[Row, list[PhaseTime]] = defaultdict(list)
     for row, phase in events:
         if phase.name in OF_PHASE:
             rows[row].append(phase)
-    if not rows:
-        return ""
-    starts = {phase.start: phase.name in STARTS for phases in rows.values() for phase in phases}
+    return _view(rows, is_end=path.stat().st_size > MOST_BYTES) if rows else None
+
+
+def _view(rows: Mapping[Row, Sequence[PhaseTime]], *, is_end: bool) -> TimelineView:
+    phases = [phase for each in rows.values() for phase in each]
     # A start takes as long as many steps, and shows nothing; that of a resumed part is drawn.
-    first = min((start for start, is_start in starts.items() if not is_start), default=min(starts))
-    last = max(phase.start + phase.seconds for phases in rows.values() for phase in phases)
-    return "\n".join(_section(rows, first, max(last - first, 1e-3)))
-
-
-def _section(rows: Mapping[Row, Sequence[PhaseTime]], first: float, seconds: float) -> Iterator[str]:
+    first = min((p.start for p in phases if p.name not in STARTS), default=min(p.start for p in phases))
+    breaks = _breaks(phases, first)
+    last = max(phase.start + phase.seconds for phase in phases)
+    seconds = max(_moved(last, breaks) - first, 1e-3)
     order = sorted(rows, key=lambda row: (KINDS[row.kind][0], row.rank))
-    yield '<section id="timeline"><h2>Timeline</h2>'
-    yield (
-        f'<p class="lead">What each process and each server did in {_duration(seconds)}. A stretch has the '
-        f"colour of what took most of it. Open <code>{TIMELINE_FILE}</code> in ui.perfetto.dev to zoom.</p>"
+    columns = {
+        row.kind if row.kind == "driver" else f"{row.kind}-{row.rank}": _columns(
+            [each._replace(start=_moved(each.start, breaks)) for each in rows[row]], first, seconds
+        )
+        for row in order[:MOST_ROWS]
+    }
+    used = {activity for each in columns.values() for activity in each}
+    return TimelineView(
+        shown=spell_duration(seconds),
+        is_end=is_end,
+        activities=[each for index, each in enumerate(ACTIVITIES) if index in used],
+        rows={name: _stretches(each) for name, each in columns.items()},
+        breaks=[
+            ((_moved(each.start, breaks) - first) / seconds * COLUMNS, spell_duration(each.seconds))
+            for each in breaks
+        ],
+        left_out=len(order[MOST_ROWS:]),
     )
-    drawn = {row: _columns(rows[row], first, seconds) for row in order[:MOST_ROWS]}
-    used = {activity for columns in drawn.values() for activity in columns}
-    yield '<div class="card"><ul class="legend">'
-    for index, activity in enumerate(ACTIVITIES):
-        if index in used:
-            yield f'<li><i class="swatch c{activity.color}"></i>{activity.label}</li>'
-    yield "</ul>"
-    for row, columns in drawn.items():
-        yield _row(row, columns)
-    if len(order) > MOST_ROWS:
-        yield f'<p class="note">{len(order) - MOST_ROWS} more rows are in the file.</p>'
-    yield "</div></section>"
 
 
-def _row(row: Row, columns: Sequence[int | None]) -> str:
-    label = row.kind if row.kind == "driver" else f"{row.kind}-{row.rank}"
-    paths = []
+def _breaks(phases: Sequence[PhaseTime], first: float) -> list[Break]:
+    """Return the long times in which no row did anything, such as that before a resume."""
+    gaps, end, busy = [], first, 0.0
+    for phase in sorted(phases, key=lambda each: each.start):
+        gaps.append(Break(end, phase.start - end))
+        busy += max(phase.start + phase.seconds - max(end, phase.start), 0.0)
+        end = max(end, phase.start + phase.seconds)
+    longest = sorted(gaps, key=lambda each: -each.seconds)[:MOST_BREAKS]
+    return sorted(gap for gap in longest if gap.seconds > LONG_BREAK * busy)
+
+
+def _moved(time: float, breaks: Sequence[Break]) -> float:
+    """Return a time without the breaks before it."""
+    return time - sum(each.seconds for each in breaks if each.start < time)
+
+
+def _stretches(columns: Sequence[int | None]) -> list[Stretch]:
+    stretches = []
     at = 0
     for activity, run in groupby(columns):
         width = len(list(run))
         if activity is not None:
-            color = ACTIVITIES[activity].color
-            paths.append(f'<path style="fill: var(--c{color})" d="M{at} 0h{width}v1h{-width}z"/>')
+            stretches.append(Stretch(at, width, ACTIVITIES[activity].color))
         at += width
-    return (
-        '<div style="display: flex; align-items: center; gap: 10px; margin-top: 4px">'
-        f'<code style="flex: 0 0 5.5em">{escape(visible(label))}</code>'
-        f'<svg viewBox="0 0 {COLUMNS} 1" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(label)} over time" style="flex: 1; height: 16px; background: var(--line)">'
-        f"{''.join(paths)}</svg></div>"
-    )
+    return stretches
 
 
 def _columns(phases: Sequence[PhaseTime], first: float, seconds: float) -> list[int | None]:
@@ -119,10 +165,3 @@ def _columns(phases: Sequence[PhaseTime], first: float, seconds: float) -> list[
                 activity = OF_PHASE[phase.name]
                 shares[column][activity] = shares[column].get(activity, 0.0) + share
     return [max(reversed(each), key=each.__getitem__) if each else None for each in shares]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
