@@ -52,11 +52,25 @@ addEventListener("load", () => {
     const found = document.querySelectorAll("article.sample:not([hidden])").length;
     return [document.querySelector(".matches").textContent, steps(), found];
   };
+  const range = document.querySelector("[type=range]"), folded = document.querySelector("#metrics details");
+  const reloads = (change) => {
+    change();
+    const before = window.reloads;
+    window.tick();
+    return window.reloads - before;
+  };
+  const found = [find("BOLD"), find("log-prob of each"), find("the label"), find("")];
+  const kept = [
+    reloads(() => {}),
+    reloads(() => { range.value = range.max; folded.open = true; }),
+    reloads(() => { folded.open = false; }),
+  ];
   document.documentElement.dataset.seen = JSON.stringify({
     values: text("#chart-reward output"),
     step,
     shown,
-    found: [find("BOLD"), find("no such"), find("")],
+    found,
+    kept,
     tokens: [...tokens.querySelectorAll("span")].map((e) => [e.className, e.textContent]),
     resources: performance.getEntriesByType("resource").map((entry) => entry.name),
     overflow: document.documentElement.scrollWidth - innerWidth,
@@ -64,9 +78,13 @@ addEventListener("load", () => {
   });
 });
 </script></body>"""
-LISTEN = (
-    '<head><script>window.seen = []; addEventListener("error", (e) => window.seen.push(e.message));</script>'
-)
+LISTEN = """<head><script>
+  window.seen = [];
+  addEventListener("error", (e) => window.seen.push(e.message));
+  window.setInterval = (tick) => { window.tick = tick; };
+  window.reloads = 0;
+  navigation.addEventListener("navigate", (e) => { window.reloads += 1; e.preventDefault(); });
+</script>"""
 Browse = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -159,9 +177,9 @@ def group(step: int) -> Group:
         Sample(
             prompt_index=0,
             prompt_tokens=(1,),
-            response_tokens=(0, 1),
-            log_probs=(-0.5, 0.0),
-            loss_mask=(1, 0),
+            response_tokens=(0, 1, 0),
+            log_probs=(-0.5, 0.0, math.nan),
+            loss_mask=(1, 0, 1),
             weight_versions=(step, step),
             text=text,
             finish_reason="stop",
@@ -170,7 +188,7 @@ def group(step: int) -> Group:
         )
         for index, text in enumerate(texts)
     )
-    return Group(prompt=Prompt(index=0, tokens=(1,), text="x" * 2000), samples=samples)
+    return Group(prompt=Prompt(index=0, tokens=(1,), text="x" * 2000, label="The label"), samples=samples)
 
 
 def test_the_page_loads_without_an_error_and_draws_every_point(report: Path, browse: Browse) -> None:
@@ -206,7 +224,10 @@ def test_the_pointer_reads_values_and_samples_change_by_step(
 ) -> None:
     page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", report.read_text())
     probed = tmp_path / "probed.html"
-    probed.write_text(page.replace("<head>", LISTEN, 1).replace("</body>", PROBE, 1))
+    live = page.replace("<html", '<html data-live="30"', 1).replace(
+        "<main>", '<main><p data-made="0"></p>', 1
+    )
+    probed.write_text(live.replace("<head>", LISTEN, 1).replace("</body>", PROBE, 1))
     dom = browse(probed, "--dump-dom", "--window-size=500,900").stdout
     attribute = re.search(r'data-seen="([^"]*)"', dom)
     assert attribute is not None
@@ -214,8 +235,14 @@ def test_the_pointer_reads_values_and_samples_change_by_step(
         "values": ["50", "0.3906", "0.2656", "0.15"],
         "step": ["step 119"],
         "shown": 1,
-        "found": [["120 of 360 samples", 120, 120], ["0 of 360 samples", 0, 0], ["", 1, 360]],
-        "tokens": [["token", "<b>"], ["given", " \\x00"]],
+        "found": [
+            ["120 of 360 samples", 120, 120],
+            ["0 of 360 samples", 0, 0],  # a text of the page
+            ["360 of 360 samples", 120, 360],
+            ["", 1, 360],
+        ],
+        "kept": [0, 0, 1],  # not while an earlier step is shown, or something is open
+        "tokens": [["token", "<b>"], ["given", " \\x00"], ["token broken", " <b>"]],
         "resources": [],
         "overflow": 0,
         "errors": [],

@@ -38,7 +38,7 @@ class SampleRecorder:
     Each line is one step; the last one of a step counts, where a resumed run has taken it again. What is
     recorded depends on nothing but the step and the samples. Where the file cannot be written, the run goes
     on without it. Tokens need the ``tokenizer.json`` of the model; the log-prob of one that the policy did
-    not sample is ``null``.
+    not sample is ``null``, and one that is not finite is a text such as ``"nan"``.
 
     Example line, with one of the samples::
 
@@ -101,7 +101,7 @@ def _tokens(sample: Sample, decode: Decode) -> dict[str, Any]:
     sampled = zip(sample.log_probs[:MOST_TOKENS], sample.loss_mask, strict=False)
     return {
         "tokens": token_texts(sample.response_tokens[:MOST_TOKENS], decode),
-        "log_probs": [_plain(round(value, 3)) if counts else None for value, counts in sampled],
+        "log_probs": [_plain(float(f"{value:.4g}")) if counts else None for value, counts in sampled],
     }
 
 

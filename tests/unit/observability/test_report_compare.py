@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,23 @@ def test_runs_share_charts_and_what_differs_is_listed(
         assert same not in text
     assert "<th>Reward</th><td>3(from1)</td><td>3(from2)</td>" in flat
     assert "one_a<output>3</output>" in flat.replace('"', "")
+
+
+def test_an_rl_run_and_an_sft_run_have_the_charts_of_both(runs: list[Path]) -> None:
+    (runs[1] / "config.toml").write_text('[run]\ntask = "sft"\n')
+    for run, own in zip(
+        runs, (("rollout/raw_reward", "reward/format"), ("eval/a-loss", "train/tokens")), strict=True
+    ):
+        names = (*own, "train/loss", "custom/mine")
+        rows = [
+            {"step": n} | {name.split("/")[0] + "/step": n for name in names} | dict.fromkeys(names, n)
+            for n in (1, 2)
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    charts = re.findall(r'id="chart-([\w-]+)-0"', write_comparison(runs).read_text())
+    assert charts == ["reward", "reward-parts", "custom", "eval-loss", "loss", "trained-tokens"]
+    page = write_comparison([runs[1], runs[1]]).read_text()
+    assert re.findall(r'id="chart-([\w-]+)-0"', page) == ["loss", "eval-loss", "custom", "trained-tokens"]
 
 
 def test_hostile_names_are_text_and_equal_names_are_told_apart(runs: list[Path]) -> None:

@@ -149,7 +149,7 @@ NAMES = (
         "passrate/math-pass@4",
     ),
     *("multi_turn/rounds/mean", "multi_turn/response_len_without_observations/mean"),
-    *("rollout/media_tokens", "data/media_decode_s"),
+    *("rollout/media_tokens", "data/media_decode_s", "reward/format/has_box", "custom/mine"),
     *("eval/math", "eval/math-truncated_ratio", "perf/step_time", "perf/rollout_time", "perf/train_time"),
     *(
         "perf/overhead_time",
@@ -259,7 +259,14 @@ def test_a_chart_without_its_metrics_is_named_and_not_drawn(chart: Any, make_run
 
 
 def test_an_sft_run_shows_its_losses_and_no_reward_where_there_is_none(make_run: MakeRun) -> None:
-    names = ["train/loss", "train/entropy_loss", "train/grad_norm", "train/lr", "eval/math-loss"]
+    names = [
+        "train/loss",
+        "train/entropy_loss",
+        "train/grad_norm",
+        "train/lr",
+        "eval/math-loss",
+        "custom/mine",
+    ]
     names += [f"train{of}/{name}" for of in ("", "/chats") for name in ("tokens", "sequence_len/mean")]
     names += ["perf/step_time", "perf/train_time", "perf/tokens_per_s", "perf/tflops", "perf/host_memory_gib"]
     directory = make_run(rows(5, names))
@@ -365,7 +372,8 @@ def test_histograms_set_the_last_recorded_steps_against_the_first(make_run: Make
     ("values", "bars"),
     [
         (range(1, 37), 18),  # two lengths in each
-        (range(1, 129), 24),  # in intervals of two
+        (range(1, 101), 24),  # in intervals of two
+        ([0, 1000], 2),
         ([each / 8 for each in range(9)], 9),
         ([each / 1000 for each in range(6400)], 24),
     ],
@@ -421,9 +429,12 @@ def test_the_timeline_is_drawn_with_its_breaks(make_run: MakeRun) -> None:
 
 
 def test_tokens_are_data_of_the_page(make_run: MakeRun) -> None:
-    own = sample(tokens=["a", "</script>"], log_probs=[-0.5, None])
+    texts, log_probs = ["a", "</script>", "b", "c", "d"], [-0.5, None, "nan", -math.inf, 10**400]
+    own = sample(tokens=texts, log_probs=log_probs)
     page = Page(write_report(make_run(None, [{"step": 3, "samples": [sample(), own]}])))
-    assert json.loads(page.script(0))["tokens"] == {"3/1": [["a", "</script>"], [-0.5, None]]}
+    assert json.loads(page.script(0))["tokens"] == {
+        "3/1": [texts, [-0.5, None, "nan", "-Infinity", f"1{'0' * 400}"]]
+    }
     assert [a["data-sample"] for a in page.all_of("details", "tokens")] == ["3/1"]
 
 
@@ -517,7 +528,7 @@ HOSTILE = (
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_texts_are_text(text: str, make_run: MakeRun) -> None:
     directory = make_run(
-        [{"train/step": 1, f"train/{text}": 1.0}],
+        [{"train/step": 1, f"train/{text}": 1.0, "custom/step": 1, f"custom/{text}": 1.0}],
         [{"step": 1, "samples": [sample(prompt=text, response=text, error=text, label=text, chosen=text)]}],
         {"name": text, "parts": [{"outcome": "failed", "error": text, "started": text, "host": text}]},
         environment={text: text},
@@ -533,8 +544,11 @@ def test_hostile_texts_are_text(text: str, make_run: MakeRun) -> None:
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
     shown = page.text()
     assert shown.count(visible(text)) >= 7
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", (directory / REPORT_FILE).read_text())
-    assert list(json.loads(page.script(0))["metrics"]) == [f"train/{text}"]
+    assert visible(raw := (directory / REPORT_FILE).read_text()) == raw
+    names = list(json.loads(page.script(0))["metrics"])
+    assert names == [f"train/{text}", f"custom/{text}"]
+    charted = [json.loads(f'"{a["data-metric"]}"') for t, a in page.elements if "data-metric" in a]
+    assert charted == [name for name in names[1:] if re.fullmatch("custom/(.+)", name)]
 
 
 def test_long_texts_are_folded_and_cut(make_run: MakeRun) -> None:

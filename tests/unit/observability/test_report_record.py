@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -108,6 +109,15 @@ def test_the_report_of_a_running_run_is_written_now_and_then(
         plugin.after_train_step(run=run, metrics={})
         assert page.exists() is is_due
     assert "Running" in page.read_text()
+    clock.append(300.0)
+    with monkeypatch.context() as slow:
+        slow.setattr(plugin, "write_report", lambda directory: clock.append(302.0))
+        plugin.after_train_step(run=run, metrics={})
+    for seconds, is_due in ((401.0, False), (402.0, True)):  # 2 s are 2 % of 100 s
+        clock.append(seconds)
+        page.unlink(missing_ok=True)
+        plugin.after_train_step(run=run, metrics={})
+        assert page.exists() is is_due
     tmp_path.rename(moved := tmp_path.with_name("moved"))
     tmp_path.mkdir()  # another run's
     (tmp_path / "config.toml").touch()
@@ -164,9 +174,15 @@ def test_a_resumed_run_has_a_part_for_each_start(run: RunInfo, tmp_path: Path) -
     assert [part["from_step"] for part in (read_record(tmp_path) or {})["parts"]] == [0, 20]
 
 
-def test_no_report_where_none_is_wanted(run: RunInfo, tmp_path: Path) -> None:
+def test_no_report_where_none_is_wanted(
+    run: RunInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = run.config.model_copy(update={"run": run.config.run.model_copy(update={"report": False})})
-    plugin.after_train(run=replace(run, config=config))
+    run = replace(run, config=config)
+    plugin.before_train(run=run)
+    monkeypatch.setattr(plugin.time, "monotonic", lambda: math.inf)
+    plugin.after_train_step(run=run, metrics={})
+    plugin.after_train(run=run)
     assert not (tmp_path / REPORT_FILE).exists()
     assert (tmp_path / RECORD_FILE).exists()
 

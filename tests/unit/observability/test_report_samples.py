@@ -95,10 +95,17 @@ def test_tokens_are_recorded_with_their_log_probs(run: RunInfo, read: Read, tmp_
     config = Config.model_validate(
         {"run": {"name": "r"}, "model": {"path": str(model)}, "data": {"train": []}}
     )
-    groups = make_groups([[0.5]], log_probs=(-0.12345, 0.0), loss_mask=(1, 0))
+    fields: dict[str, Any] = {
+        "response_tokens": (2, 3, 2, 2),
+        "log_probs": (-0.0004321, 0.0, math.nan, -12.34567),
+    }
+    groups = make_groups([[0.5]], **fields, loss_mask=(1, 0, 1, 1))
     SampleRecorder().after_rollout(run=replace(run, config=config), groups=groups)
     (sample,) = read()[0]["samples"]
-    assert (sample["tokens"], sample["log_probs"]) == (["7", " <eos>"], [-0.123, None])
+    assert (sample["tokens"], sample["log_probs"]) == (
+        ["7", " <eos>", " 7", " 7"],
+        [-0.0004321, None, "nan", -12.35],
+    )
     fields = {"response_tokens": (1,) * 500, "log_probs": (-0.5,) * 500, "loss_mask": (1,) * 500}
     SampleRecorder().after_rollout(run=replace(run, config=config), groups=make_groups([[0.5]], **fields))
     assert [len(read()[1]["samples"][0][key]) for key in ("tokens", "log_probs")] == [MOST_TOKENS] * 2

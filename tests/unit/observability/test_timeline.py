@@ -173,6 +173,12 @@ def test_the_break_before_a_resume_is_cut_out_and_marked(tmp_path: Path) -> None
     assert view.rows == {"driver": [(0, 300, 1), (300, 30, 7)], "actor-1": [(336, 264, 0)]}
 
 
+def test_a_break_is_long_beside_the_time_that_passed_and_not_that_of_all_rows(tmp_path: Path) -> None:
+    starts = [(Row("actor", rank), start) for rank in range(10) for start in (0.0, 12.5)]
+    written(tmp_path, [(row, PhaseTime("train", start, 10.0)) for row, start in starts])
+    assert drawn(tmp_path).shown == "20 s"
+
+
 def test_the_end_of_a_long_run_is_said_to_be_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, [(DRIVER, PhaseTime("train", float(step), 1.0)) for step in range(100)])
     monkeypatch.setattr(drawing, "MOST_BYTES", 1000)

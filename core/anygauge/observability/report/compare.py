@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -74,11 +74,22 @@ def _names(runs: Sequence[RunFiles]) -> list[str]:
 def _sections(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[Section]:
     """Yield the sections of the page: a chart for each metric that leads a chart of a run's own report."""
     metrics = dict.fromkeys(name for run in runs for name in run.metrics.series)
-    catalog = SFT_SECTIONS if all(run.task == "sft" for run in runs) else SECTIONS
-    for section in catalog:
+    for section in _catalog({run.task for run in runs}):
         yield replace(
             section, charts=tuple(each for spec in section.charts for each in _specs(spec, metrics, names))
         )
+
+
+def _catalog(tasks: Collection[str]) -> Iterator[Section]:
+    """Yield the sections of RL or SFT runs, or those of RL with the charts that only SFT has."""
+    if "sft" not in tasks or len(tasks) == 1:
+        yield from SFT_SECTIONS if "sft" in tasks else SECTIONS
+        return
+    known = {chart.key for section in SECTIONS for chart in section.charts}
+    more = {each.key: tuple(c for c in each.charts if c.key not in known) for each in SFT_SECTIONS}
+    for section in SECTIONS:
+        yield replace(section, charts=(*section.charts, *more.pop(section.key, ())))
+    yield from (replace(each, charts=more[each.key]) for each in SFT_SECTIONS if more.get(each.key))
 
 
 def _specs(spec: ChartSpec, metrics: Mapping[str, object], names: Sequence[str]) -> Iterator[ChartSpec]:

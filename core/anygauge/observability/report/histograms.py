@@ -29,7 +29,7 @@ _TITLES = {
 
 
 class Interval(NamedTuple):
-    """What one count is of."""
+    """A value, or an interval of values, that is counted."""
 
     middle: float
     width: float

@@ -27,7 +27,7 @@
     const x0 = Number(chart.dataset.x0), x1 = Number(chart.dataset.x1);
     const at = chart.querySelector(".at output");
     const lines = [...chart.querySelectorAll("[data-metric]")].map((item) => {
-      const [axis, values] = data.metrics[item.dataset.metric];
+      const [axis, values] = data.metrics[JSON.parse(`"${item.dataset.metric}"`)];
       const output = item.querySelector("output");
       return { axis: data.axes[axis], values, output, last: output.textContent, marked: "marked" in item.dataset };
     });
@@ -60,14 +60,17 @@
 
   const stepper = document.querySelector(".stepper");
   const search = document.querySelector("[type=search]"), all = document.querySelector("[type=checkbox]");
+  const range = document.querySelector("[type=range]");
 
-  // The page of a running run is written anew; it is not taken away from a reader who is searching or selecting.
+  // The page of a running run is written anew. It is not taken away from a reader who searches, selects, opened
+  // something or looks at an earlier step.
   const seconds = Number(document.documentElement.dataset.live);
   if (seconds) {
     const made = document.querySelector("[data-made]"), age = (Date.now() / 1000 - made.dataset.made) / 60;
     made.textContent = age < 1.5 ? "Updated just now." : `Updated ${Math.round(age)} minutes ago.`;
     setInterval(() => {
-      const busy = search?.value || all?.checked || !getSelection().isCollapsed || document.querySelector("details.tokens[open]");
+      const busy = search?.value || all?.checked || (range && range.value !== range.defaultValue)
+        || !getSelection().isCollapsed || document.querySelector("details:not(.step)[open]");
       if (!document.hidden && !busy) location.reload();
     }, 1000 * seconds);
   }
@@ -80,10 +83,13 @@
       if (target.firstChild) return;
       texts.forEach((text, index) => {
         const token = document.createElement("span"), logProb = logProbs[index];
+        // A text is a log-prob that is not finite, such as "nan".
+        const isNumber = typeof logProb === "number";
         token.textContent = text;
-        token.title = logProb === null ? "not sampled" : `log-prob ${format(logProb)}, probability ${format(Math.exp(logProb))}`;
-        token.className = logProb === null ? "given" : "token";
-        if (logProb !== null) token.style.setProperty("--doubt", `${Math.round(70 * (1 - Math.exp(logProb)))}%`);
+        token.title = logProb === null ? "not sampled" : !isNumber ? `log-prob ${logProb}`
+          : `log-prob ${format(logProb)}, probability ${format(Math.exp(logProb))}`;
+        token.className = logProb === null ? "given" : isNumber ? "token" : "token broken";
+        if (isNumber) token.style.setProperty("--doubt", `${Math.round(70 * (1 - Math.exp(logProb)))}%`);
         target.append(token);
       });
     });
@@ -91,9 +97,12 @@
 
   if (!stepper) return;
   const steps = [...document.querySelectorAll("details.step")].reverse();
-  const range = stepper.querySelector("[type=range]"), matches = stepper.querySelector(".matches");
+  const matches = stepper.querySelector(".matches");
   const texts = new Map();
-  for (const sample of document.querySelectorAll("article.sample")) texts.set(sample, sample.textContent.toLowerCase());
+  for (const sample of document.querySelectorAll("article.sample")) {
+    const parts = [...sample.querySelectorAll(".prompt, .response, .error, .label dd")].map((part) => part.textContent);
+    texts.set(sample, parts.join("\n").toLowerCase());
+  }
   const select = () => {
     const wanted = search.value.trim().toLowerCase();
     let count = 0;

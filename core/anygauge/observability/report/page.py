@@ -98,7 +98,7 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"visible": visible, "seconds": _seconds}
+    environment.filters |= {"visible": visible, "seconds": _seconds, "json_text": _json_text}
     return environment
 
 
@@ -138,6 +138,11 @@ def page_json(value: Any) -> str:
     """Return a value as JSON that may stand in a script element: nothing in it ends the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _json_text(text: str) -> str:
+    """Return the inside of a JSON string: HTML has no way to write some characters of a metric's name."""
+    return page_json(text)[1:-1]
 
 
 def _columns(tiles: int) -> int:

@@ -37,8 +37,11 @@ class SampleView:
     """Position between the lowest and the highest reward shown, in percent; ``None`` without a reward."""
     details: Sequence[tuple[str, str]]
     error: str
-    tokens: Sequence[tuple[str, float | None]]
-    """First tokens of the response with their log-probs; ``None`` for one that the policy did not sample."""
+    tokens: Sequence[tuple[str, float | str | None]]
+    """First tokens of the response with their log-probs.
+
+    ``None`` is for one that the policy did not sample, a text for a log-prob that is not finite.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +90,16 @@ def _view(row: Mapping[str, Any], ends: tuple[float, float]) -> SampleView:
     )
 
 
-def _tokens(row: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+def _tokens(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str | None]]:
     texts, log_probs = row.get("tokens"), row.get("log_probs")
     if isinstance(texts, list) and isinstance(log_probs, list):
         for text, log_prob in zip(texts, log_probs, strict=False):
-            yield _text(text), _number(log_prob)
+            number = _number(log_prob)
+            yield _text(text), _text(log_prob) or None if number is None else number
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e308 else None
 
 
 def _text(value: Any) -> str:
