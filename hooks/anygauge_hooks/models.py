@@ -57,6 +57,9 @@ class ModelSpec:
     unused_weights: Callable[[Mapping[str, Any]], Sequence[str]] = _none
     """From the Hugging Face config to prefixes of tensors in its checkpoints that the model does not have,
     such as multi-token prediction heads."""
+    carried_weights: Callable[[Mapping[str, Any]], Sequence[str]] = _none
+    """From the Hugging Face config to those of ``unused_weights`` that exports copy from ``model.path``,
+    because the class that their ``config.json`` names has them."""
     read_config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = text_config
     """From the Hugging Face config to that of the language model, with the family's defaults for keys that it
     lacks. Sizes of a model are read from it before a run (``anygauge plan``)."""

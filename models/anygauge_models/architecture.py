@@ -196,6 +196,7 @@ def with_config(spec: ModelSpec, read: Callable[[Mapping[str, Any]], Mapping[str
         with_megatron(spec, model),
         model_options=reading(spec.model_options),
         unused_weights=reading(spec.unused_weights),
+        carried_weights=reading(spec.carried_weights),
         flops_per_token=reading(spec.flops_per_token),
         read_config=reading(spec.read_config),
     )

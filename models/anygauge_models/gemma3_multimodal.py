@@ -1,7 +1,7 @@
 """Gemma 3 4B, 12B and 27B, whose checkpoints have a vision tower: trained on text alone.
 
 Tokens of an image attend to each other in both directions, in the decoder too. Attention here is causal, so
-images are refused.
+images are refused. Exports have the tower of the model that training started from.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {**_DEFAULTS, **text_config(hf)}
 
 
+def _tower_prefixes(hf: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{name}." for name in _TOWER)
+
+
 def _weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     return inside("language_model.model.", megatron_model(GEMMA3).weight_rules(hf))
 
@@ -54,7 +58,8 @@ _SPEC = replace(
     name="gemma3_multimodal",
     architectures=("Gemma3ForConditionalGeneration",),
     tiny=tiny_config("gemma3_multimodal"),
-    unused_weights=lambda hf: tuple(f"{name}." for name in _TOWER),
+    unused_weights=_tower_prefixes,
+    carried_weights=_tower_prefixes,
     refused_media="tokens of an image attend to each other in both directions, which attention here does not",
 )
 _SPEC = with_config(_SPEC, _read)

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anygauge.config import Config
+from anygauge.config.families import family
 from anygauge.device import memory_phase
 from anygauge.engines.background_save import BackgroundSave
-from anygauge.engines.hf_directory import write_directory
+from anygauge.engines.carried_weights import carried_weights
+from anygauge.engines.hf_directory import read_config, write_directory
 from anygauge.engines.memory_offload import DeviceMemory
 from anygauge.observability.phases import record_phase
 from anygauge_hooks.engines import WorkerContext
@@ -64,11 +67,19 @@ class BaseEngine(ABC):
         weights, dtype = self._exported()
         if self.context.rank == 0:
             changes = self._config_changes()
-            write_directory(path, self.config.model.path, weights, dtype, changes=changes)
+            everything = chain(weights, self._carried(dtype))
+            write_directory(path, self.config.model.path, everything, dtype, changes=changes)
         else:
             for _ in weights:
                 pass
         dist.barrier()
+
+    def _carried(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the model's directory that an export has and the engine does not."""
+        hf = read_config(self.config.model.path)
+        spec = family(self.context.plugins, hf, self.config.train.engine)
+        for name, tensor in carried_weights(self.config.model.path, spec.carried_weights(hf)):
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def save_checkpoint(self, path: str) -> None:
         """Copy the training state to the host, and start to write it into a directory."""

@@ -9,7 +9,7 @@ converts models of any size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from anygauge.engines.hf_directory import (
 from anygauge.hub.quantization import fp8_block, quantization
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["Fp8Reader", "dequantize", "open_unquantized", "to_bfloat16"]
+__all__ = ["Fp8Reader", "compare_weights", "dequantize", "open_unquantized", "to_bfloat16"]
 
 SCALES = ("_scale_inv", "_scale")
 """How the name of a scale ends, after that of its weight. ``_scale_inv`` is a factor, not an inverse."""
@@ -214,7 +214,7 @@ def to_bfloat16(
 
         if target.is_dir() and not any(target.iterdir()):
             target.rmdir()
-        checked = (lambda written: _compare(written, weights())) if check else None
+        checked = (lambda written: compare_weights(written, weights())) if check else None
         write_directory(target, source, weights(), torch.bfloat16, changes=_heads(config), check=checked)
         return {"dequantized": len(reader.scales), "left out": len(reader.unused)}
 
@@ -228,7 +228,7 @@ def _heads(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return own
 
 
-def _compare(target: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
+def compare_weights(target: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Check that a directory has the weights, bit by bit.
 
     :raises CheckpointError: One differs.

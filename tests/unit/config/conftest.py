@@ -70,6 +70,10 @@ class Model:
         return []
 
     @staticmethod
+    def carried_weights(hf: Mapping[str, Any]) -> list[str]:
+        return []
+
+    @staticmethod
     def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
         return 1.0
 

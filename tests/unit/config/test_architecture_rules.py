@@ -79,6 +79,7 @@ def test_another_model_is_refused(family: str, changes: Mapping[str, Any], hint:
 
 BROKEN: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "unused_weights": lambda hf: [hf["nothing"]],
+    "carried_weights": lambda hf: [hf["nothing"]],
     "flops_per_token": lambda hf, *_: hf["nothing"],
 }
 

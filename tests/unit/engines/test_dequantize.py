@@ -166,7 +166,7 @@ def test_tensors_that_are_refused(
 def test_check_notices_what_was_written_wrong(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare = module._compare
+    compare = module.compare_weights
 
     def compare_other(written: Path, weights: Any) -> None:
         path = written / "model-00001-of-00001.safetensors"
@@ -175,7 +175,7 @@ def test_check_notices_what_was_written_wrong(
         save_file(changed, path)
         compare(written, weights)
 
-    monkeypatch.setattr(module, "_compare", compare_other)
+    monkeypatch.setattr(module, "compare_weights", compare_other)
     with pytest.raises(CheckpointError, match=f"has another {NAME} than was written"):
         to_bfloat16(quantized(model), tmp_path / "out", check=True)
     assert not (tmp_path / "out").exists()

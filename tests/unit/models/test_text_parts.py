@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2ForCausal
 from anygauge.config import Config
 from anygauge.config.model_files import read_model
 from anygauge.config.rules.media import model_media
+from anygauge.engines.hf_directory import open_tensors
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
 from anygauge.serving.embedded.engine import make_engine
@@ -72,6 +73,8 @@ class Model:
     reference: Any
     lost: Mapping[str, int]
     """How many of its tensors are left out, by how their names begin."""
+    fate: str
+    """Where they are left out."""
 
     def log_probs(self, tokens: list[int]) -> torch.Tensor:
         """Return those of every token after the first, of transformers' model."""
@@ -91,7 +94,7 @@ def write_mimo(path: Path) -> Model:
     reference = Qwen2ForCausalLM(Qwen2ForCausalLM.config_class(**fields)).eval()
     reference.load_state_dict(weights)
     save_file({**weights, "model.mtp_layers.0.input_proj.weight": torch.zeros(64, 128)}, file)
-    return Model(spec, path, reference, {"model.mtp_layers.": 1})
+    return Model(spec, path, reference, {"model.mtp_layers.": 1}, "here and in what is saved")
 
 
 def write_gemma3(path: Path) -> Model:
@@ -101,7 +104,10 @@ def write_gemma3(path: Path) -> Model:
     reference = AutoModelForImageTextToText.from_pretrained(path).eval()
     names = load_file(path / "model.safetensors")
     prefixes = ("multi_modal_projector.", "vision_tower.")
-    return Model(spec, path, reference, {each: sum(n.startswith(each) for n in names) for each in prefixes})
+    tower = {name: each.bfloat16() for name, each in names.items() if name.startswith(prefixes)}
+    save_file({**names, **tower}, path / "model.safetensors", {"format": "pt"})
+    lost = {each: sum(n.startswith(each) for n in names) for each in prefixes}
+    return Model(spec, path, reference, lost, "here; exports have them unchanged")
 
 
 @pytest.fixture(scope="module", params=[write_mimo, write_gemma3], ids=TEXT)
@@ -156,14 +162,14 @@ def test_published_sizes_add_up(family: str) -> None:
 def test_trainer_and_rollouts_have_the_log_probs_of_transformers(
     model: Model, context: WorkerContext, tmp_path: Path, caplog: pytest.LogCaptureFixture, engine: str
 ) -> None:
-    """No code of the checkpoint runs, what is left out is named, and an export does not claim to have it."""
+    """No code of the checkpoint runs, what is left out is named, and an export has all that it claims."""
     config = config_of(model.path, engine)
     text, problems = read_model(model.path, context.plugins, engine=engine)
     assert text is not None
     assert not problems
     trainer = context.plugins.get("register_train_engines", engine).make(config, context)
     for prefix, count in model.lost.items():
-        assert f"{count} tensors ({prefix} ...) are left out, here and in what is saved" in caplog.text
+        assert f"{count} tensors ({prefix} ...) are left out, {model.fate}" in caplog.text
     rollouts = make_engine(config, context)
     rollouts.update_weights(trainer.weights(), 1)
     prompt = Prompt(index=0, tokens=(5, 6, 7, 8), text="")
@@ -181,6 +187,11 @@ def test_trainer_and_rollouts_have_the_log_probs_of_transformers(
     assert all(torch.equal(exported[name], kept[name]) for name in kept)
     trainer.save_hf(str(tmp_path / "out"))
     assert not json.loads((tmp_path / "out" / "config.json").read_text()).get("num_nextn_predict_layers")
+    with open_tensors(tmp_path / "out") as reader:
+        whole = kept if model.spec.name == "mimo" else stored
+        assert reader.names == whole.keys()
+        assert all(torch.equal(reader(name), whole[name].float()) for name in whole)
+        assert {reader.dtype(name) for name in whole} == {torch.float32}
 
 
 @pytest.mark.parametrize(

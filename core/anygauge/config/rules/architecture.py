@@ -39,6 +39,7 @@ def architecture_hints(
             engine.describe_model(spec, hf)
         spec.model_options(hf)
         spec.unused_weights(hf)
+        spec.carried_weights(hf)
         spec.flops_per_token(hf, 1)
     except AnygaugeError as error:
         return [" ".join(part for part in (error.args[0], error.hint) if part)]

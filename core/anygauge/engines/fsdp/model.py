@@ -292,7 +292,7 @@ def build_model(
         root.masters = MasterWeights(root, dtype)
     root.names = load_weights(root, config.model.path)
     if not is_critic:  # whose policy has said the same
-        warn_of_unused(config.model.path, unused)
+        warn_of_unused(config.model.path, unused, spec.carried_weights(hf))
     if root.adapters.layers:
         _start_adapters(root, config)
     root.weights_changed()

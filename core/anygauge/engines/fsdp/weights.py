@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from anygauge.engines.agreement import check_facts_agree, on_every_rank
+from anygauge.engines.carried_weights import warn_of_left_out
 from anygauge.engines.dequantize import open_unquantized
 from anygauge.engines.hf_directory import TensorReader
 from anygauge_hooks.errors import WeightMappingError
@@ -33,7 +33,6 @@ __all__ = [
     "whole",
 ]
 
-_log = logging.getLogger(__name__)
 
 SHOWN = 8
 """Tensors that an error names."""
@@ -138,19 +137,17 @@ def load_weights(root: Any, directory: Path) -> Mapping[str, StoredNames]:
     return names
 
 
-def warn_of_unused(directory: Path, prefixes: Sequence[str]) -> None:
+def warn_of_unused(directory: Path, prefixes: Sequence[str], carried: Sequence[str]) -> None:
     """Warn of the tensors of a checkpoint that a run leaves out.
 
     :param prefixes: How their names begin.
+    :param carried: Those that exports have nevertheless.
     """
     if dist.get_rank() != 0:
         return
     with open_unquantized(directory) as source:
         counts = {prefix: sum(name.startswith(prefix) for name in source.names) for prefix in prefixes}
-    for prefix, count in sorted(counts.items()):
-        if count:
-            text = "%s: %d tensors (%s ...) are left out, here and in what is saved"
-            _log.warning(text, directory, count, prefix)
+    warn_of_left_out(directory, {prefix: count for prefix, count in counts.items() if count}, carried)
 
 
 def _small_tensors(source: TensorReader) -> Iterator[tuple[str, str]]:

@@ -306,8 +306,9 @@ def build_policy(
     if load:
         policy.load(directory)
         if not is_critic:  # which leaves the policy's head out, and nothing else that the policy does not
-            dtype, unused = options.transformer.params_dtype, spec.unused_weights(hf)
-            tell_what_is_lost(directory, policy.base_tensors, policy.rules, unused, dtype)
+            dtype = options.transformer.params_dtype
+            unused, carried = spec.unused_weights(hf), spec.carried_weights(hf)
+            tell_what_is_lost(directory, policy.base_tensors, policy.rules, unused, carried, dtype)
     for chunk in policy.chunks:
         chunk.to(device.torch_device)
     if load and config.train.lora.is_on:

@@ -1,8 +1,9 @@
 """Hugging Face directories to Megatron checkpoints and back, tensor by tensor, on the host.
 
 A converted checkpoint is a directory with ``model/``, a dist-checkpoint under canonical names that any
-sharding can load, and ``hf/``, the config and tokenizer that the way back needs. No model is built: the rules
-of its family say what every tensor is made of. Processes share the work, each with files of its own.
+sharding can load, and ``hf/``, with the config and tokenizer that the way back needs, and with the tensors
+that no engine trains and exports keep. No model is built: the rules of its family say what every tensor is
+made of. Processes share the work, each with files of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from anygauge.disk import appearing, read_json
 from anygauge.distributed.garbage import skip_last_collection
 from anygauge.distributed.lifetime import die_with
-from anygauge.engines.dequantize import open_unquantized
+from anygauge.engines.carried_weights import carried_weights, copy_carried
+from anygauge.engines.dequantize import compare_weights, open_unquantized
 from anygauge.engines.hf_directory import (
     FILE_BYTES,
     TensorReader,
@@ -71,7 +73,7 @@ from anygauge.engines.megatron.weights.mapping import (
 from anygauge.engines.megatron.weights.shapes import shape_problem
 from anygauge.engines.megatron.weights.stacks import straight
 from anygauge.hub.quantization import quantization
-from anygauge.hub.weight_files import copy_other_files
+from anygauge.hub.weight_files import SINGLE, copy_other_files
 from anygauge.hub.weight_files import write_index as write_hf_index
 from anygauge.plugins import Plugins
 from anygauge_hooks.errors import CheckpointError, WorkerDiedError
@@ -86,6 +88,8 @@ WORKER_BYTES = 1_000_000_000
 keeps until it is written."""
 _Tensors = list[tuple[TensorRule, Tensor]]
 """Tensors that are to be written; each has no elements, only type and shape."""
+CARRIED = "model-carried.safetensors"
+"""File of a Hugging Face directory with the tensors that a Megatron checkpoint has beside its config."""
 MOST_PADDING = 128 * 64
 """Rows; Megatron pads a vocabulary to a multiple of 128 times the ranks of tensor parallelism."""
 
@@ -120,6 +124,7 @@ def hf_to_megatron(
         written.mkdir()
         (partial / "hf").mkdir()
         copy_other_files(origin.hf, partial / "hf")
+        carried = copy_carried(origin.hf, partial / "hf" / SINGLE, family.carried)
         if quantization(read_config(origin.hf)) is not None:
             _state_weights(partial / "hf" / "config.json", _main_dtype(tensors))
         plans, rules = plan_files(shares), [[rule for rule, _ in share] for share in shares]
@@ -128,6 +133,8 @@ def hf_to_megatron(
             write_index(written, plans, run(_write_part, calls))
             if check:
                 _compare(run, origin.weights, written, rules)
+        if check and carried:
+            compare_weights(partial / "hf", carried_weights(origin.hf, family.carried))
     return unused
 
 
@@ -168,11 +175,15 @@ def megatron_to_hf(
         shares = [file.rules for file in files]
         paths = [partial / name for name in names]
         held = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file.tensors}
-        write_hf_index(partial, held, total)
+        carried = copy_carried(origin.hf, partial / CARRIED, family.carried)
+        held |= dict.fromkeys(carried, CARRIED)
+        write_hf_index(partial, held, total + sum(carried.values()))
         with _processes(min(count, len(shares))) as run:
             run(_write_shard, [(origin.weights, *each) for each in zip(paths, shares, strict=True)])
             if check:
                 _compare(run, partial, origin.weights, shares)
+        if check and carried:
+            compare_weights(partial, carried_weights(origin.hf, family.carried))
     return {name: rows for name, rows in padding.items() if rows}
 
 
@@ -183,6 +194,8 @@ class _Family:
     rules: list[TensorRule]
     unused: tuple[str, ...]
     """Beginnings of names that its checkpoints may have and the model does not."""
+    carried: tuple[str, ...]
+    """Those of them that are kept beside the config."""
     tied: tuple[str, str] | None
     """Hugging Face names of the embedding and of the output layer that is the same."""
     fields: Mapping[str, Any]
@@ -208,6 +221,7 @@ def _read_family(directory: Path, plugins: Plugins, weights: Path) -> _Family:
         return _Family(
             model_rules(spec, hf),
             unused_prefixes(spec, hf),
+            tuple(spec.carried_weights(hf)),
             tied_weights(spec, hf),
             megatron_model(spec).transformer_config(hf),
             megatron_model(spec).output_owner,
@@ -264,7 +278,8 @@ def _hf_tensors(source: Path, family: _Family) -> tuple[_Tensors, dict[str, int]
             problems.extend(_mixed_stacks(family.rules, reader))
         if not problems and family.tied and (problem := tied_problem(*family.tied, reader)):
             problems.append(problem)
-        unused = left_out(family.rules, reader.names, family.unused)
+        lost = [prefix for prefix in family.unused if prefix not in family.carried]
+        unused = left_out(family.rules, reader.names, lost)
     if problems:
         raise mapping_error(problems)
     return list(zip(family.rules, forms, strict=True)), unused

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.agreement import on_every_rank
+from anygauge.engines.carried_weights import warn_of_left_out
 from anygauge.engines.dequantize import open_unquantized
 from anygauge.engines.hf_directory import TensorReader
 from anygauge.engines.megatron.weights.mapping import TensorRule, left_out
@@ -30,6 +31,7 @@ def tell_what_is_lost(
     stored: Mapping[str, Tensor],
     rules: Sequence[TensorRule],
     unused: Sequence[str],
+    carried: Sequence[str],
     dtype: torch.dtype,
 ) -> None:
     """Warn of unused tensors, and of tensors that lose precision. A collective.
@@ -39,16 +41,14 @@ def tell_what_is_lost(
     :param stored: This rank's tensors, by canonical name.
     :param rules: Rules of the whole model.
     :param unused: How names begin of what the model does not have.
+    :param carried: Those that exports have nevertheless.
     :param dtype: Dtype of the model.
     """
     with on_every_rank(open_unquantized(directory), directory) as source:
         rounded = sorted(set().union(*all_gather_values(_rounded(stored, rules, source), _NAMES)))
         if dist.get_rank() != 0:
             return
-        for prefix, count in sorted(left_out(rules, source.names, unused).items()):
-            _log.warning(
-                "%s: %d tensors (%s ...) are left out, here and in what is saved", directory, count, prefix
-            )
+        warn_of_left_out(directory, left_out(rules, source.names, unused), carried)
         if rounded and any(source.dtype(name).itemsize <= dtype.itemsize for name in source.names):
             names = f"{', '.join(rounded[:SHOWN])}{', ...' if len(rounded) > SHOWN else ''}"
             _log.warning("%s: %d tensors are rounded to train.dtype: %s", directory, len(rounded), names)
