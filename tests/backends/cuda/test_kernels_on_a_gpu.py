@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,6 +29,8 @@ OPS = sorted(set(KERNEL_OPS) - {"linear_logprob", "varlen_attention"})
 """Those whose function is the whole of the op, in every dtype."""
 LENGTHS = {"causal_conv1d", "gated_delta_rule"}
 """Ops that are given lengths on the host."""
+PARTS = {"long", "wide-values", "wide-heads"}
+"""Cases of the gated delta rule that have many chunks, or many columns in a state."""
 
 
 def biggest_case(op: str) -> Case:
@@ -65,11 +67,21 @@ def test_a_sum_and_its_norm_have_the_bits_of_two_steps(width: int) -> None:
     assert normed.equal(found["rms_norm"](total, weight, 1e-6))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_same_bits_each_time(kernel: KernelImpl) -> None:
+def repeated() -> Iterator[Any]:
+    """Yield kernels, cases and dtypes: the biggest case of an op; of the delta rule, those in ``PARTS``."""
+    for kernel in (each.values[0] for each in KERNELS):
+        if kernel.op != "gated_delta_rule":
+            yield pytest.param(kernel, biggest_case(kernel.op), "bfloat16", id=kernel.source)
+            continue
+        for case in (each for each in CASES if each.op == kernel.op and each.name in PARTS):
+            for dtype in ("bfloat16", "float32"):
+                yield pytest.param(kernel, case, dtype, id=f"{kernel.source}-{case.name}-{dtype}")
+
+
+@pytest.mark.parametrize(("kernel", "case", "dtype"), list(repeated()))
+def test_the_same_bits_each_time(kernel: KernelImpl, case: Case, dtype: str) -> None:
     """A race shows in some runs only."""
-    case = biggest_case(kernel.op)
-    inputs = inputs_of(case, "bfloat16", contiguous, GPU)
+    inputs = inputs_of(case, dtype, contiguous, GPU)
     results = [evaluate(kernel.fn, case, [x.clone() for x in inputs]) for _ in range(10)]
     first = [*results[0].outputs, *results[0].gradients]
     for other in results[1:]:

@@ -14,6 +14,8 @@ is needed, it is computed as a product.
 
 The loops of ``through_mixing`` and ``through_system`` have a barrier: overlapped by Triton 3.6 on an H200,
 their iterations gave wrong gradients for some shapes, others in each run, or read outside of memory.
+Those of ``mix``, ``mix_back``, ``add_up`` and ``trace_back`` gave the same bits in 20 runs on an H200 and
+pass the conformance suite, so they are overlapped.
 """
 
 from __future__ import annotations
