@@ -168,12 +168,13 @@ def dequantize(
     :raises ValueError: Scales do not fit the weight.
     """
     scale = scale.float()
-    if scale.numel() == 1:
+    is_of_all = block is None or scale.dim() == 0 or math.prod(_counts(shape, block)) == 1
+    if scale.numel() == 1 and is_of_all:
         return (part.float() * scale.reshape(())).to(torch.bfloat16)
+    rows, columns = block or (1, shape[-1])
+    counts = _counts(shape, (rows, columns))
     if block is None:
         scale = scale[..., None] if list(scale.shape) == list(shape[:-1]) else scale
-    rows, columns = block or (1, shape[-1])
-    counts = [*shape[:-2], math.ceil(shape[-2] / rows), math.ceil(shape[-1] / columns)]
     if list(scale.shape) != counts:
         of_blocks = "" if block is None else f" of blocks of {list(block)}"
         raise ValueError(f"{tuple(scale.shape)} scales{of_blocks}, and not {tuple(counts)}")
@@ -182,6 +183,11 @@ def dequantize(
     column_blocks = torch.arange(shape[-1])[places[-1]] // columns
     scale = scale[places[:-2]][..., row_blocks, :][..., column_blocks]
     return (part.float() * scale).to(torch.bfloat16)
+
+
+def _counts(shape: Sequence[int], block: tuple[int, int]) -> list[int]:
+    """Return the shape of the scales of a weight's blocks."""
+    return [*shape[:-2], math.ceil(shape[-2] / block[0]), math.ceil(shape[-1] / block[1])]
 
 
 # -------------------------------------------------------------------------

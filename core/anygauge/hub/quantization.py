@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,13 +31,18 @@ def fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
         raise ValueError(f"quant_method is {method!r}, and must be one of {', '.join(METHODS)}")
     if config.get("transform_config"):
         raise ValueError("its transform_config turns weights, which is not supported")
-    blocks = {str(each): each for each in (config.get("weight_block_size"), *_blocks_of_groups(config))}
-    found = [each for each in blocks.values() if each is not None]
-    if not found:
-        return None
-    if len(blocks.keys() - {"None"}) > 1:
-        raise ValueError(f"its groups of layers have different blocks: {', '.join(sorted(blocks))}")
-    return _pair(found[0])
+    blocks = {*_blocks(config)}
+    if len(blocks) > 1:
+        names = sorted("none" if block is None else "x".join(map(str, block)) for block in blocks)
+        raise ValueError(f"its groups of layers have different blocks: {', '.join(names)}")
+    return next(iter(blocks), None)
+
+
+def _blocks(config: Mapping[str, Any]) -> Iterator[tuple[int, int] | None]:
+    if config.get("weight_block_size") is not None:
+        yield _pair("weight_block_size", config["weight_block_size"])
+    for block in _blocks_of_groups(config):
+        yield None if block is None else _pair("block_structure", block)
 
 
 def _blocks_of_groups(config: Mapping[str, Any]) -> Iterator[Any]:
@@ -55,9 +61,12 @@ def _blocks_of_groups(config: Mapping[str, Any]) -> Iterator[Any]:
         yield weights.get("block_structure")
 
 
-def _pair(block: Any) -> tuple[int, int]:
-    is_pair = isinstance(block, list) and len(block) == 2
-    if not is_pair or not all(type(size) is int and size > 0 for size in block):
-        raise ValueError(f"weight_block_size is {block!r}, not two numbers above 0")
-    rows, columns = block
+def _pair(key: str, block: Any) -> tuple[int, int]:
+    """Return rows and columns of a block, which compressed-tensors also writes as ``"128x128"``."""
+    is_text = isinstance(block, str) and re.fullmatch(r"\d+x\d+", block)
+    sizes = [int(size) for size in block.split("x")] if is_text else block
+    is_pair = isinstance(sizes, list) and len(sizes) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"its {key} is {block!r}, not two numbers above 0")
+    rows, columns = sizes
     return rows, columns

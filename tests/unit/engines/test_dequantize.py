@@ -45,6 +45,13 @@ def test_a_weight_is_the_product_of_its_numbers_and_the_scale_of_their_block() -
     assert torch.equal(found, (weight.float() * expanded(scale, weight.shape)).bfloat16())
 
 
+@pytest.mark.parametrize(("rows", "shape"), [(20, ()), (8, (1,)), (8, (1, 1))])
+def test_one_number_may_be_of_a_whole_weight(rows: int, shape: tuple[int, ...]) -> None:
+    weight = torch.randn(rows, 16).to(torch.float8_e4m3fn)
+    found = dequantize(weight, torch.full(shape, 0.7), BLOCK, weight.shape)
+    assert torch.equal(found, (weight.float() * 0.7).bfloat16())
+
+
 @pytest.mark.parametrize("shape", [(20,), (20, 1)])
 def test_scales_of_rows_may_have_one_dimension_less(shape: tuple[int, ...]) -> None:
     weight, scale = torch.randn(20, 20).to(torch.float8_e4m3fn), torch.rand(20)
@@ -145,6 +152,10 @@ TENSORS: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
         f"{NAME} of shape .36, 24. has",
     ),
     (
+        lambda weights: weights.update({NAME + "_scale_inv": torch.ones(1, 1)}),
+        r"has \(1, 1\) scales of blocks of \[8, 16\], and not \(5, 2\)",
+    ),
+    (
         lambda weights: weights.update({"x.weight_packed": torch.ones(2, 2, dtype=torch.int32)}),
         "cannot be dequantized here: x.weight_packed is torch.int32",
     ),
@@ -206,6 +217,7 @@ def grouped(*weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 def test_blocks_of_compressed_tensors_and_a_config_inside_another() -> None:
     weights = {"block_structure": [8, 16], "strategy": "block"}
     assert fp8_block(grouped(weights)) == (8, 16)
+    assert fp8_block(grouped(weights, {"block_structure": "8x16"})) == (8, 16)
     assert fp8_block(grouped({"num_bits": 8, "type": "float", "strategy": "channel"})) is None
     inside = {"text_config": {"quantization_config": FP8, "mtp_num_hidden_layers": 1, "dtype": "float16"}}
     assert fp8_block(inside) == BLOCK
@@ -218,7 +230,11 @@ def test_blocks_of_compressed_tensors_and_a_config_inside_another() -> None:
     [
         (grouped({"num_bits": 4, "type": "int"}), "group_0 has weights of 4 bits and type 'int'"),
         (grouped({"num_bits": 8, "type": "int"}), "type 'int', not 8 and 'float'"),
-        (grouped({"block_structure": [8, 8]}, {"block_structure": [8, 16]}), "different blocks"),
+        (grouped({"block_structure": [8, 8]}, {"block_structure": "8x16"}), "different blocks: 8x16, 8x8"),
+        (grouped({"block_structure": [8, 8]}, {}), "different blocks: 8x8, none"),
+        (grouped({"block_structure": "8x8x"}), "its block_structure is '8x8x', not two numbers above 0"),
+        (grouped({"block_structure": "8x"}), "its block_structure is '8x', not two numbers above 0"),
+        (grouped({"block_structure": [0, 8]}), r"its block_structure is \[0, 8\]"),
         (grouped({}, transform_config={"R1": {}}), "transform_config turns weights"),
         ({"quantization_config": {"quant_method": "modelopt"}}, "quant_method is 'modelopt'"),
         ({"quantization_config": []}, "quant_method is None"),
@@ -234,6 +250,16 @@ def test_a_directory_that_is_not_quantized_is_read_as_it_is(model: Path) -> None
     with open_unquantized(model) as reader:
         assert reader.names == stored.keys()
         assert all(torch.equal(reader(name), tensor) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_both_types_of_8_bits_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    weight, scale = torch.randn(8, 16).to(dtype), torch.tensor([[0.7]])
+    save_file({"x.weight": weight, "x.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    with open_unquantized(tmp_path) as reader:
+        assert reader.names == {"x.weight"}
+        assert torch.equal(reader("x.weight"), (weight.float() * scale).bfloat16())
 
 
 def test_an_empty_target_is_taken(model: Path, tmp_path: Path) -> None:
