@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from anygauge.config import Config
+from anygauge.engines.fsdp import lora as fsdp_lora
 from anygauge.engines.fsdp import model as fsdp_model
 from anygauge.engines.fsdp import nf4
 from anygauge.engines.fsdp.weights import whole
@@ -182,9 +184,12 @@ def restore(engine: Any, model: Path) -> None:
 
 
 def test_the_reference_is_the_base_and_another_one_is_quantized_too(
-    make_engine: MakeEngine, model: Path, tmp_path: Path
+    make_engine: MakeEngine, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    functions = Mock(wraps=nf4._functions)
+    monkeypatch.setattr(nf4, "_functions", functions)
     engine = make_engine(model, LORA)
+    assert functions.call_count == 1, "a trial for all layers"
     before = log_probs(engine)
     other = tiny_qwen3(tmp_path / "o", hidden=24, heads=2, head_dim=12, mlp=37, init_std=0.3, seed=5)
     engine.load_role("reference", str(model))
@@ -238,8 +243,26 @@ def test_a_sleep_changes_no_bit_and_frees_all(make_engine: MakeEngine, model: Pa
     assert take_step(engine) == take_step(undisturbed)
 
 
+def make_weight(rows: int, dtype: torch.dtype) -> nf4.Nf4Weight:
+    device = torch.device("cpu")
+    return nf4.Nf4Weight(torch.Size((rows, 512)), dtype, device, nf4._functions(device))
+
+
+def test_sums_over_ranks_count_a_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checksum of the base is that of one process, since each rank has all of a weight."""
+    weight = make_weight(2, torch.float32)
+    weight.write(torch.ones(2, 512))
+    place = torch.nn.Parameter(torch.empty(2, 512, device="meta"), requires_grad=False)
+    sums = []
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        sums.append(int(fsdp_lora._sum(nf4.Nf4Shard("weight", place, weight))))
+    assert sums[0] != 0
+    assert sums[1] == 0
+
+
 def test_an_element_takes_little_more_than_four_bits() -> None:
-    weight = nf4.Nf4Weight(torch.Size((512, 512)), torch.bfloat16, torch.device("cpu"))
+    weight = make_weight(512, torch.bfloat16)
     weight.write(torch.randn(512, 512))
     assert sum(tensor.nbytes for tensor in weight.tensors) / 512**2 == pytest.approx(0.516, abs=1e-3)
     assert weight.values().dtype == torch.bfloat16

@@ -10,9 +10,10 @@ here, so that FSDP leaves them alone: every rank has all of them, and shards the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +35,12 @@ class Nf4Weight:
 
     :param shape: ``[out, in]``.
     :param dtype: Dtype that the model computes in.
+    :param functions: bitsandbytes' functions, checked on the device.
     """
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, functions: Any) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
-        self._functions = _functions(device)
+        self._functions = functions
         self._packed: Tensor | None = None
         self._state: Any = None
 
@@ -155,19 +157,25 @@ def quantize_layers(root: Any, dtype: torch.dtype, device: torch.device) -> Sequ
             "train.lora.base = 'nf4' is of linear layers, and the model's decoder layers have none.",
             hint="Leave it out.",
         )
-    return [_quantize(f"{name}.weight", layer, dtype, device) for name, layer in layers.items()]
+    functions = _functions(device)
+    return [
+        _quantize(
+            f"{name}.weight", layer, partial(Nf4Weight, dtype=dtype, device=device, functions=functions)
+        )
+        for name, layer in layers.items()
+    ]
 
 
-def _quantize(name: str, layer: Any, dtype: torch.dtype, device: torch.device) -> Nf4Shard:
+def _quantize(name: str, layer: Any, make_weight: Callable[[torch.Size], Nf4Weight]) -> Nf4Shard:
     shape = layer._parameters.pop("weight").shape
-    weight = Nf4Weight(shape, dtype, device)
+    weight = make_weight(shape)
     layer.forward = lambda x: weight.forward(x, layer.bias)
-    place = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    place = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device="meta"), requires_grad=False)
     return Nf4Shard(name, place, weight)
 
 
 def _functions(device: torch.device) -> Any:
-    """Return bitsandbytes' functions.
+    """Return bitsandbytes' functions, after a trial.
 
     :raises ConfigError: It is not there, or has no kernels for the device.
     """
