@@ -112,8 +112,8 @@ class Session:
 
         Evaluations have metrics of their own; those of a step say nothing about them.
         """
-        kinds = {name.startswith(EVALUATIONS) for name in metrics}
-        if self.has_told_of_best or best in metrics or best.startswith(EVALUATIONS) not in kinds:
+        is_of_evaluation = any(name.startswith(EVALUATIONS) for name in metrics)  # passrate/ may be, too
+        if self.has_told_of_best or best in metrics or best.startswith(EVALUATIONS) != is_of_evaluation:
             return
         self.has_told_of_best = True
         last = best.rpartition("/")[2]

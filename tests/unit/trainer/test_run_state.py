@@ -45,7 +45,7 @@ def untracked(best: str) -> Any:
 def test_a_metric_that_never_comes_is_said_once(best: str, caplog: pytest.LogCaptureFixture) -> None:
     session = untracked(best)
     for step in range(3):
-        session.track({"eval/held-out": 0.25}, step=step)
+        session.track({"eval/held-out": 0.25, "passrate/held-out-pass@1": 0.25}, step=step)
         session.track({"rollout/reward": 1.0, "train/loss": 1.0}, step=step)
     (warning,) = caplog.messages
     meant = "eval/held-out" if best.startswith("eval/") else "rollout/reward"
