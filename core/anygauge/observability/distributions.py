@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from anygauge.observability.samples import is_recorded
-
 __all__ = ["DISTRIBUTIONS_FILE", "record_distributions", "value_counts"]
 
 DISTRIBUTIONS_FILE = "distributions.jsonl"
@@ -20,10 +18,8 @@ MOST_VALUES = 64
 _log = logging.getLogger(__name__)
 
 
-def record_distributions(
-    directory: Path, step: int, total: int, values: Mapping[str, Iterable[float]]
-) -> None:
-    """Append the distributions of a step, if it is one whose samples are recorded.
+def record_distributions(directory: Path, step: int, values: Mapping[str, Iterable[float]]) -> None:
+    """Append the distributions of a step.
 
     The run goes on without them where the file cannot be written. Example line::
 
@@ -31,11 +27,8 @@ def record_distributions(
 
     More than 64 distinct values are counted in intervals, each ``[middle, count, width]``.
 
-    :param total: Steps of the run.
     :param values: Values of samples or prompts, by name; one without any is left out.
     """
-    if not is_recorded(step, total):
-        return
     counts = {name: each for name, numbers in values.items() if (each := value_counts(numbers))}
     try:
         with open(directory / DISTRIBUTIONS_FILE, "a", encoding="utf-8") as stream:

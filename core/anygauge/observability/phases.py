@@ -29,6 +29,11 @@ class Row(NamedTuple):
     kind: Literal["driver", "actor", "rollout", "engine"]
     rank: int = 0
 
+    @property
+    def label(self) -> str:
+        """Return its name in a viewer, such as ``actor-0``; there is one driver."""
+        return self.kind if self.kind == "driver" else f"{self.kind}-{self.rank}"
+
 
 _phases: deque[PhaseTime] = deque(maxlen=MOST)
 """Those of this process that ended since the last report."""

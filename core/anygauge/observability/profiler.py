@@ -42,7 +42,7 @@ class WorkerProfiler:
         """
         if ranks and self._row.rank not in ranks:
             return None
-        path = str(Path(directory) / f"{self._row.kind}-{self._row.rank}")
+        path = str(Path(directory) / self._row.label)
         try:
             self._profile.enter_context(self._make(kind, path))
         except Exception as error:  # noqa: BLE001 - foreign code: profilers of backends and plugins
@@ -67,7 +67,7 @@ class WorkerProfiler:
 
     def _failed(self, verb: str, error: Exception) -> str:
         _log.warning("the profile did not %s", verb, exc_info=error)
-        return f"{self._row.kind}-{self._row.rank}: the profile did not {verb}: {error!r}"
+        return f"{self._row.label}: the profile did not {verb}: {error!r}"
 
 
 @contextmanager

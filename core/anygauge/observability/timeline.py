@@ -146,10 +146,9 @@ def _event(row: Row, phase: PhaseTime) -> dict[str, Any]:
 def _names(row: Row) -> Iterator[dict[str, Any]]:
     """Yield what names a row and its group in a viewer."""
     pid, group = KINDS[row.kind]
-    label = row.kind if row.kind == "driver" else f"{row.kind}-{row.rank}"
     for name, value in (("process_name", {"name": group}), ("process_sort_index", {"sort_index": pid})):
         yield {"name": name, "ph": "M", "pid": pid, "tid": row.rank, "args": value}
-    yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": row.rank, "args": {"name": label}}
+    yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": row.rank, "args": {"name": row.label}}
 
 
 def read_events(path: Path, *, most_bytes: int) -> list[tuple[Row, PhaseTime]]:

@@ -37,6 +37,7 @@ from anygauge.observability.metrics import (
 from anygauge.observability.performance import LANGUAGE
 from anygauge.observability.phases import Row, record_phase, take_phases
 from anygauge.observability.reward_parts import PartNames
+from anygauge.observability.samples import is_recorded
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import raw_number
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
@@ -288,7 +289,12 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
 
 
 def record(loop: Loop, step: int, groups: Sequence[Group], batch: TrainBatch | None) -> None:
-    """Record the distributions of a step, with advantages where the estimator is one of groups."""
+    """Record the distributions of a step whose samples are recorded.
+
+    Advantages are among them if the estimator is one of groups.
+    """
+    if not is_recorded(step, loop.info.total_steps):
+        return
     config = loop.config
     numbers = group_numbers(groups, partial(raw_number, reward=config.reward))
     named = estimator(config, loop.session.plugins)
@@ -301,7 +307,7 @@ def record(loop: Loop, step: int, groups: Sequence[Group], batch: TrainBatch | N
         "length": (len(sample.response_tokens) for group in groups for sample in group.samples),
         "advantage": advantages,
     }
-    record_distributions(Path(loop.info.directory), step, loop.info.total_steps, values)
+    record_distributions(Path(loop.info.directory), step, values)
 
 
 def media_tokens(groups: Sequence[Group]) -> float:

@@ -73,7 +73,7 @@ class TimelineView:
     shown: str
     """How much of the run it shows."""
     is_end: bool
-    """Whether it shows the end of a run that is too long."""
+    """Whether only the end of the run is drawn, because its file is too large."""
     activities: Sequence[Activity]
     rows: Mapping[str, Sequence[Stretch]]
     """Stretches of each row, by its name."""
@@ -107,7 +107,7 @@ def _view(rows: Mapping[Row, Sequence[PhaseTime]], *, is_end: bool) -> TimelineV
     seconds = max(_moved(last, breaks) - first, 1e-3)
     order = sorted(rows, key=lambda row: (KINDS[row.kind][0], row.rank))
     columns = {
-        row.kind if row.kind == "driver" else f"{row.kind}-{row.rank}": _columns(
+        row.label: _columns(
             [each._replace(start=_moved(each.start, breaks)) for each in rows[row]], first, seconds
         )
         for row in order[:MOST_ROWS]
