@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {}),
     "latent": ("deepseek_v3", {}),
     "delta": ("qwen3_5", HYBRID),
-    "delta-experts": ("qwen3_next", HYBRID),  # heads of which are together in the checkpoint
+    "delta-experts": ("qwen3_next", HYBRID),  # its checkpoint interleaves heads
     "groups": ("qwen2", {"num_attention_heads": 8, "num_key_value_heads": 4}),  # several on each rank, biases
     "some-rotary": ("smollm3", {"no_rope_layers": [1, 1, 0, 1], "initializer_range": 0.1}),
     "post-norms": ("glm4", {}),  # and biases, and angles of neighbours

@@ -287,7 +287,7 @@ def test_trainers_and_servers_on_one_device_take_turns(
     assert all(metrics["perf/wake_up_time"] > 0 for metrics in observer.metrics)
     steps = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in steps.glob("step-*")) == ["step-00000002", "step-00000003"]
-    # The server that refused is told of, and the other's profile is there.
+    # A warning names the server that refused, and the other one wrote its profile.
     assert "engine 0 records no profile: " in (tmp_path / "run" / "logs" / "driver.log").read_text()
     profiles = [path.name for path in (tmp_path / "run" / "profiles").rglob("*.gz")]
     assert profiles == ["1-TP-0.trace.json.gz"]

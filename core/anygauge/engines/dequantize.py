@@ -1,4 +1,4 @@
-"""Dequantization: read a published FP8 checkpoint as the bfloat16 model that it is of, and write that.
+"""Dequantization: read a published FP8 checkpoint in bfloat16, or write it as a bfloat16 checkpoint.
 
 Such a checkpoint has float8 weights and a scale for each block of a weight (DeepSeek-V3, arXiv:2412.19437,
 section 3.3; Qwen3-FP8), for each of its rows, or for all of it (compressed-tensors). A weight is the product

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anygauge.engines.fsdp.weights import LocalShard
+from anygauge.extras import install_extra
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["Nf4Shard", "Nf4Weight", "quantize_layers"]
@@ -46,7 +47,7 @@ class Nf4Weight:
 
     @torch.no_grad()
     def write(self, weight: Tensor) -> None:
-        """Quantize a weight; into the memory of the one before, of which others have views."""
+        """Quantize a weight, in place after the first time: other objects hold views of its memory."""
         packed, state = self._functions.quantize_4bit(
             weight.to(self.dtype).contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
         )
@@ -184,7 +185,7 @@ def _functions(device: torch.device) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"train.lora.base = 'nf4' needs bitsandbytes, which cannot be imported: {error}.",
-            hint="pip install 'anygauge[qlora]', or leave train.lora.base out.",
+            hint=f"{install_extra('qlora')}; or leave train.lora.base out.",
         ) from error
     try:
         functional.dequantize_4bit(

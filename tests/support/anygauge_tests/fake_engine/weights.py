@@ -146,7 +146,7 @@ class Weights:
 def _check_slots(tensors: Iterable[str]) -> None:
     """Fuse the layers of an adapter, by their names, as SGLang's ``LoRAAdapter`` does.
 
-    :raises KeyError: One lacks the layer that it is fused with.
+    :raises KeyError: A layer lacks the one that it is fused with.
     :raises ValueError: There is no slot for one.
     """
     layers = {name.rpartition(".lora_")[0] for name in tensors}
