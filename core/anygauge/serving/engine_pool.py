@@ -264,8 +264,9 @@ class EnginePool:
     async def _shows_life(self, engine: PoolEngine) -> bool:
         for _ in range(_SIGNS):
             asked = engine.state
-            # A paused engine makes no token, as its health check wants, but its front answers.
-            healthy = engine.client.is_healthy if asked == "serving" else engine.client.is_answering
+            # Paused, or writing a profile, it makes no token, as its health check wants; its front answers.
+            makes_tokens = asked == "serving" and not engine.writes_profile
+            healthy = engine.client.is_healthy if makes_tokens else engine.client.is_answering
             if await healthy() or engine.state != asked:
                 return True
         return False
@@ -443,7 +444,7 @@ class EnginePool:
     async def stop_profile(self, names: Collection[str]) -> list[str]:
         """Have engines write the profiles that they have begun, and return what went wrong."""
         engines = [each for each in self._living() if each.name in names]
-        return await self._profile(engines, lambda engine: _profiler(engine).stop_profile())
+        return await self._profile(engines, _write_profile)
 
     async def _profile(
         self, engines: Sequence[PoolEngine], call: Callable[[PoolEngine], Awaitable[None]]
@@ -492,6 +493,14 @@ class EnginePool:
         self._prefill_queue.close()
         while self._tasks:
             await asyncio.wait(self._tasks)
+
+
+async def _write_profile(engine: PoolEngine) -> None:
+    engine.writes_profile = True
+    try:
+        await _profiler(engine).stop_profile()
+    finally:
+        engine.writes_profile = False
 
 
 def _prompt_alone(request: GenerateRequest) -> GenerateRequest:

@@ -80,6 +80,8 @@ class PoolEngine:
     """State that a sleeping engine returns to when it wakes up."""
     attempts: set[asyncio.Timeout] = field(default_factory=set)
     """Timeouts of its in-flight requests."""
+    writes_profile: bool = False
+    """Whether it writes a profile: SGLang makes no token meanwhile, for a minute or more."""
 
     @property
     def is_lost(self) -> bool:

@@ -8,6 +8,8 @@ import resource
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -16,7 +18,7 @@ from anygauge.config.schema import RolloutClient
 from anygauge.rollout.gate import Gate
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.load_balancer import Load
-from anygauge.serving.sglang.client import channel
+from anygauge.serving.sglang.client import channel, engine
 from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
@@ -535,6 +537,27 @@ def test_the_limit_of_open_files_stays_one_that_children_can_bear(
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
     channel.allow_open_files()
     assert limits[-1] == (raised, hard)
+
+
+@pytest.mark.parametrize(("limit_s", "is_late"), [(60.0, False), (0.05, True)])
+def test_an_engine_that_writes_a_profile_is_not_taken_for_dead(
+    limit_s: float, is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang makes no token meanwhile, and its health check fails."""
+    monkeypatch.setattr(engine, "_PROFILE_S", limit_s)
+
+    async def profile(address: str) -> tuple[list[str], str]:
+        pool = EnginePool(RolloutClient(probe_every_s=0.01))
+        pool.add("engine-0", SGLangPeer(address=address))
+        wrong = await pool.start_profile({"engine-0": tmp_path})
+        wrong += await pool.stop_profile(["engine-0"])
+        state = pool.report()["engine-0"].state
+        await pool.close()
+        return wrong, state
+
+    with FakeServer(replace(OPTIONS, profile_s=0.5)) as server:
+        wrong, state = run(profile(server.address))
+    assert (bool(wrong), state) == (is_late, "serving")
 
 
 def test_an_engine_is_not_blamed_for_connections_that_this_process_cannot_open(

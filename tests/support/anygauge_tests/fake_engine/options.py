@@ -50,6 +50,8 @@ class Options:
     """How long ``/health`` takes; the real one takes one second."""
     health_timeout_s: float = 20.0
     """Seconds after which ``/health`` gives up, as it does while the engine is paused."""
+    profile_s: float = 0.0
+    """How long a profile takes to be written; ``/health`` fails meanwhile."""
     abort_poll_s: float = 0.02
     """Between the looks of a pause with aborts at what still runs; the real one takes one second."""
     disconnect_s: float = 4.0

@@ -205,7 +205,7 @@ async def _health(http: web.Request) -> web.Response:
     await asyncio.sleep(engine.options.health_s)
     if engine.paused:
         await asyncio.sleep(engine.options.health_timeout_s)
-    return web.Response(status=503 if engine.paused or engine.asleep else 200)
+    return web.Response(status=503 if engine.paused or engine.asleep or engine.writes_profile else 200)
 
 
 async def _model_info(http: web.Request) -> web.Response:
@@ -284,6 +284,9 @@ async def _start_profile(http: web.Request) -> web.Response:
 
 async def _stop_profile(http: web.Request) -> web.Response:
     engine = http.app[ENGINE]
+    engine.writes_profile = True
+    await asyncio.sleep(engine.options.profile_s)
+    engine.writes_profile = False
     if engine.profile_directory is not None:
         directory = Path(engine.profile_directory)
         directory.mkdir(parents=True, exist_ok=True)
