@@ -250,11 +250,12 @@ def random_fsdp(config: Any, context: Any) -> Any:
     def fill(root: Any, path: Path) -> dict[str, StoredNames]:
         torch.manual_seed(0)
         for shard in base_shards(root):
-            shard.local.normal_(std=0.02) if shard.tensor.dim() > 1 else shard.local.fill_(1.0)
+            with shard.writing() as rows:
+                rows.normal_(std=0.02) if rows.dim() > 1 else rows.fill_(1.0)
         return {}
 
     model.load_weights = fill
-    model.warn_of_unused = lambda *_: None
+    model.warn_of_unused = model.log_frozen_experts = lambda *_: None
     return FsdpEngine(config, context)
 
 

@@ -309,6 +309,13 @@ def test_every_case_of_a_plan_check_has_a_plan(monkeypatch: pytest.MonkeyPatch) 
     assert gib == pytest.approx(93.0, abs=0.1)
 
 
+def test_adapters_on_a_4_bit_base_take_a_step_without_a_file_of_weights() -> None:
+    pytest.importorskip("bitsandbytes")
+    sides = ["--alone", "--sides", "qlora", "--shape", "tiny", "--lengths", "8", "--runs", "1"]
+    done = subprocess.run([sys.executable, BENCH / "train_step.py", *sides], capture_output=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1])["ms"] > 0
+
+
 def test_a_wrong_input_falls_short_where_its_message_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCH)
     bench = runpy.run_path(str(BENCH / "wrong_inputs.py"))

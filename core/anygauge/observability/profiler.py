@@ -82,6 +82,7 @@ def torch_profile(device_type: str, path: str) -> Iterator[None]:
     activity = torch.profiler.ProfilerActivity
     own = {activity.CPU, getattr(activity, device_type.upper(), activity.CPU)}
     activities = own & torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
-    with torch.profiler.profile(activities=activities) as profile:
+    # There is one cycle only: torch 2.11 warns that the events of earlier ones are lost.
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         yield
     profile.export_chrome_trace(f"{path}.trace.json.gz")
