@@ -62,7 +62,7 @@ class Rates:
 
 
 H200 = Rates(
-    measured="2026-11-28",
+    measured="2026-11-29",
     source="docs/performance.md",
     product=735 * TERA,
     small_width=128,
@@ -70,8 +70,8 @@ H200 = Rates(
     attention=430 * TERA,
     copy=4.0 * TERA,
     passes=3.5,
-    layer_s=3.0e-3,
-    packed_layer_s=3.9e-3,
+    layer_s=2.5e-3,
+    packed_layer_s=4.4e-3,
     step_s=8e-3,
     fsdp=1.05,
     fsdp_lora=1.17,
