@@ -58,9 +58,13 @@ def apart(trainers: int, servers: int, **keys: Any) -> dict[str, Any]:
     return {**APART, "placement.train_workers": trainers, "placement.rollout_workers": servers, **keys}
 
 
+BESIDE = {**colocated(1), "placement.offload": "never"}
+"""Trainer and server both awake on one device from the start."""
 ROWS: Mapping[str, Row] = {
     "embedded": Row(1, {"rollout.engine": "transformers"}),
     "colocated": Row(1, colocated(1)),
+    "colocated-one-step-off": Row(1, {**BESIDE, "rollout.schedule": "one_step_off"}),
+    "colocated-async": Row(1, {**BESIDE, **ASYNC}),
     "apart-sync": Row(2, APART),
     "apart-one-step-off": Row(2, {**APART, "rollout.schedule": "one_step_off"}),
     "apart-async": Row(2, {**APART, **ASYNC}),

@@ -145,6 +145,10 @@ class PlacementSettings(Protocol):
     def colocated(self) -> bool:
         """Whether rollout workers share the devices of the trainers."""
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether engines and trainers may have to release the memory of devices that they share."""
+
 
 class RunConfig(Protocol):
     """A resolved config, read-only."""

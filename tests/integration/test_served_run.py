@@ -253,6 +253,21 @@ def test_an_update_does_not_wait_for_the_poll_of_servers_that_abort(
     assert 1 <= max(map(max, ages(observer.groups))) <= 2
 
 
+def test_requests_end_before_an_update_beside_trainers_that_never_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"sglang": "0.5.17", "token_s": 0.02, "lengths": "fixed:24", "abort_poll_s": 1e6}
+    install(tmp_path / "plugin", [""], monkeypatch, **options)
+    observer = Observer()
+    beside = {"placement__colocated": True, "placement__offload": "never", "placement__rollout_workers": 1}
+    keys = {"rollout__schedule": "async", "rollout__max_staleness": 2, "rollout__max_new_tokens": 24}
+    run(tmp_path, observer, run__steps=4, weight_sync__drain_s=50, **beside, **keys)
+    samples = [sample for group in observer.groups for sample in group.samples]
+    assert all(len(set(sample.weight_versions)) == 1 for sample in samples)
+    assert 1 <= max(map(max, ages(observer.groups))) <= 2
+    assert all("perf/sleep_time" not in metrics for metrics in observer.metrics)
+
+
 def test_asynchronous_training_needs_engines_of_its_own(tmp_path: Path) -> None:
     embedded = {"rollout__schedule": "async", "rollout__engine": "transformers"}
     with pytest.raises(ConfigError, match=r"rollout\.schedule: .* set placement.rollout_workers"):

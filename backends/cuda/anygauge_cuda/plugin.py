@@ -134,7 +134,7 @@ def check_config(config: RunConfig, backend: BackendSpec) -> Iterable[ConfigProb
 @hookimpl
 def rollout_engine_args(config: RunConfig, engine: str) -> Mapping[str, Any] | None:
     """Name the device to a server, and let it sleep where it shares that with trainers."""
-    return rollout.engine_args(engine, sleeps=config.placement.colocated)
+    return rollout.engine_args(engine, sleeps=config.placement.sleeps)
 
 
 @hookimpl

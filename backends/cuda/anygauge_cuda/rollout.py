@@ -29,7 +29,7 @@ def engine_args(engine: str, *, sleeps: bool) -> Mapping[str, Any] | None:
 
 def missing(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield missing requirements for servers that sleep."""
-    if config.placement.colocated and importlib.util.find_spec(MEMORY_SAVER) is None:
+    if config.placement.sleeps and importlib.util.find_spec(MEMORY_SAVER) is None:
         hint = f"servers that share their GPUs give memory back through a package: pip install {MEMORY_SAVER}"
         yield ConfigProblem(path="placement.colocated", found=True, hint=hint)
 

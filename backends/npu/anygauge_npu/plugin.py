@@ -137,7 +137,7 @@ def get_spec_provider(config: RunConfig) -> Any | None:
 @hookimpl
 def rollout_engine_args(config: RunConfig, engine: str) -> Mapping[str, Any] | None:
     """Name the device to a server, and let it sleep where it shares that with trainers."""
-    return rollout.engine_args(engine, sleeps=config.placement.colocated)
+    return rollout.engine_args(engine, sleeps=config.placement.sleeps)
 
 
 @hookimpl

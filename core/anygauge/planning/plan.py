@@ -118,7 +118,7 @@ def make_plan(config: Config, shape: ModelShape, given: Assumptions) -> Plan:
     spare = None
     if layout.is_colocated and fullest is not None and memory is not None:
         spare = spare_when_both_awake(config, train, fullest, memory)
-    sleeps = layout.trains and layout.is_colocated and server is not None and _sleeps(config, spare)
+    sleeps = layout.trains and config.placement.sleeps and server is not None and _sleeps(config, spare)
     parts: Mapping[str, float] = {}
     passes = _passes(config, layout, given)
     if given.rates is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import count
 
 from anygauge.rollout.samples import check_generation
@@ -47,17 +47,25 @@ class Gate:
         """Let requests through."""
         self._open.set()
 
-    async def close(self) -> None:
-        """Let none through, end those that are under way, and return once the engines have none."""
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Let none through, end those that are under way, and return once the engines have none.
+
+        :param drain_s: Longest wait for requests to end by themselves before they are aborted, in seconds.
+        """
         self._open.clear()
+        if drain_s:
+            await self._is_empty_within(drain_s)
         while self.under_way:
-            self._empty.clear()
             await self._generator.abort()
-            try:
-                async with asyncio.timeout(AGAIN_S):
+            await self._is_empty_within(AGAIN_S)
+
+    async def _is_empty_within(self, seconds: float) -> None:
+        """Return once no request is under way, or after so long."""
+        if self.under_way:
+            self._empty.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
                     await self._empty.wait()
-            except TimeoutError:
-                continue
 
     def shut(self) -> None:
         """Let none through; what is under way stays."""

@@ -151,12 +151,14 @@ class Producer:
         if self._failure is not None:
             raise self._failure
 
-    async def pause(self) -> None:
+    async def pause(self, drain_s: float = 0.0) -> None:
         """Pause every rollout, and return once the engines have no request.
 
         What they were generating is kept and goes on at :meth:`resume`, with whatever weights serve then.
+
+        :param drain_s: Longest wait for requests to end by themselves, in seconds.
         """
-        await self._gate.close()
+        await self._gate.close(drain_s)
 
     async def resume(self) -> None:
         """Let rollouts go on."""

@@ -290,7 +290,7 @@ class Worker:
 def reloads_groups(config: Config) -> bool:
     """Return whether process groups are released during sleep. Pipeline parallelism needs plain groups."""
     layouts = (config.train.parallel, config.critic.parallel, config.teacher.parallel)
-    return config.placement.colocated and all(each is None or each.pipeline == 1 for each in layouts)
+    return config.placement.sleeps and all(each is None or each.pipeline == 1 for each in layouts)
 
 
 def _resolve(path: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from anygauge.failures import on_failure
@@ -21,13 +21,11 @@ class ColocatedEngines(ServedEngines):
     it weights without taking the memory of the others.
 
     :param colocation: Scheduler of the shared devices; the trainers sleep while the servers start.
-    :param sender: From a server to the training rank that sends it the weights.
     """
 
-    def __init__(self, *args: Any, colocation: ColocationScheduler, sender: Callable[[int], int]) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, colocation: ColocationScheduler, **others: Any) -> None:
+        super().__init__(*args, **others)
         self._colocation = colocation
-        self._sender_to = sender
         colocation.join(self._servers.set_memory_state, self._refresh, lambda: not self._servers.lost())
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
@@ -49,9 +47,6 @@ class ColocatedEngines(ServedEngines):
         if self._servers.behind and not self._servers.is_serving():
             self._colocation.outdated()
             self._colocation.enter("generate")
-
-    def _sender(self, rank: int) -> int:
-        return self._sender_to(rank)
 
     def _refresh(self) -> None:
         """Send the trainers' weights to every server that can take them."""

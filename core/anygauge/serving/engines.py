@@ -130,17 +130,20 @@ class SeparateEngines(SharedEngines):
         return reports
 
 
-def _colocated(
+def _served(
     config: Config, plugins: Plugins, colocation: ColocationScheduler
 ) -> Callable[..., ServedEngines]:
-    """Return the factory of engines that share the trainers' devices.
+    """Return the factory of the engines that are servers.
 
     Where weights are handed over in memory, the first trainer on a server's devices does so: a server sees no
     other devices.
     """
+    if not config.placement.colocated:
+        return ServedEngines
     transport: WeightTransportSpec = plugins.get("register_weight_transports", config.weight_sync.transport)
     devices = devices_of_server(config, plugins) if transport.same_host else 0
-    return partial(ColocatedEngines, colocation=colocation, sender=lambda server: server * devices)
+    make = partial(ColocatedEngines, colocation=colocation) if colocation.shared else ServedEngines
+    return partial(make, sender=lambda server: server * devices)
 
 
 def launch_engines(
@@ -208,7 +211,7 @@ def open_engines(
     elif workers is None or is_served(config, plugins):
         if workers is not None:
             workers.ready()
-        make = _colocated(config, plugins, colocation) if colocation.shared else ServedEngines
+        make = _served(config, plugins, colocation)
         with open_servers(config, plugins, workers, senders, directory, make) as servers:
             yield servers
     else:

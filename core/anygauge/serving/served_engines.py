@@ -47,15 +47,23 @@ class ServedEngines:
     """The servers of a run, whose weights are those of the workers that train.
 
     :param trainers: ``None`` where nothing is trained.
+    :param sender: From a server to the training rank that sends it the weights.
     """
 
     def __init__(
-        self, config: Config, servers: Servers, trainers: WorkerGroup | None, loop: EventLoop
+        self,
+        config: Config,
+        servers: Servers,
+        trainers: WorkerGroup | None,
+        loop: EventLoop,
+        *,
+        sender: Callable[[int], int] = lambda _: 0,
     ) -> None:
         self._config = config
         self._servers = servers
         self._trainers = trainers
         self._loop = loop
+        self._sender = sender
         self._version = 0
         self._seconds = 0.0
         self._unverified: Sequence[str] = ()
@@ -174,10 +182,6 @@ class ServedEngines:
             self._unverified = unverified
         addressed = zip(ranks, peers, strict=True)
         return {rank: refused[peer.address] for rank, peer in addressed if peer.address in refused}
-
-    def _sender(self, rank: int) -> int:
-        """Return which training rank sends the weights to a server."""
-        return 0
 
     def _late(self, what: str) -> DeadlineError:
         return DeadlineError(

@@ -129,7 +129,8 @@ class RolloutScheduler:
             # SGLang's own pause aborts them too, but looks only once a second whether all have ended.
             # An evaluation beside training would send its requests again at once.
             self._pause_engines()
-            self._wait(self._producer.pause(), "the engines to end their requests")
+            drain_s = self._config.weight_sync.drain_s
+            self._wait(self._producer.pause(drain_s), "the engines to end their requests")
 
     def metrics(self) -> dict[str, float]:
         """Return ``rollout/*`` of the last step."""

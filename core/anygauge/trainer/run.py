@@ -304,7 +304,7 @@ def open_colocation(
     config: Config, components: Components, workers: WorkerGroup, tell: Callable[[str], None]
 ) -> ColocationScheduler:
     """Return the colocation scheduler; on shared devices the trainers sleep, so that servers can start."""
-    if not (config.placement.colocated and components.trains and components.generates):
+    if not (config.placement.sleeps and components.trains and components.generates):
         return ColocationScheduler()
     fit = None
     if config.placement.offload == "auto":

@@ -72,7 +72,7 @@ def _tensor(config: Any, context: WorkerContext) -> WeightTransport:
 def _delta(config: Any, context: WorkerContext) -> WeightTransport:
     from anygauge.weight_sync.transports.delta import DeltaTransport
 
-    return DeltaTransport(deadline_s=config.weight_sync.deadline_s, forgets=config.placement.colocated)
+    return DeltaTransport(deadline_s=config.weight_sync.deadline_s, forgets=config.placement.sleeps)
 
 
 def _distributed(config: Any, context: WorkerContext) -> WeightTransport:

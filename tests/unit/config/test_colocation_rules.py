@@ -51,6 +51,14 @@ def test_what_fits_is_taken(load: Load) -> None:
     assert load({}, [*SLEEPS, *TWO, "--weight_sync.transport=ring"]), "the host is no accelerator"
 
 
+def test_what_never_sleeps_generates_while_it_trains(load: Load) -> None:
+    """And needs no engine that can sleep."""
+    awake = ["--placement.offload=never", "--rollout.schedule=async"]
+    sleepless = ["--train.engine=awake", "--rollout.engine=sleepless"]
+    assert not load({}, [*SLEEPS, *TWO, *awake, *sleepless]).config.placement.sleeps
+    assert load({}, [*SLEEPS, *TWO]).config.placement.sleeps
+
+
 def test_a_replay_shares_devices_with_nobody(load: Load) -> None:
     replay = ["--debug.mode=train_only", "--debug.replay_rollouts=dumps", "--placement.rollout_workers=0"]
     assert load({}, [*SLEEPS, *replay], check_files=False).config.placement.colocated
@@ -65,7 +73,7 @@ def test_a_replay_shares_devices_with_nobody(load: Load) -> None:
         ),
         (
             ["--rollout.schedule=one_step_off"],
-            'trainers and engines never work at the same time; write "sync"',
+            'only if nobody sleeps: write placement.offload = "never" where both fit, or rollout.schedule',
         ),
         (
             ["--rollout.engine=sleepless"],

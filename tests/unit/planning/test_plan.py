@@ -406,6 +406,9 @@ def test_devices_are_shared_in_turns_where_asked_or_where_both_do_not_fit() -> N
 
     both, asked, small = plan(300, "auto"), plan(300, "always"), plan(100, "auto")
     assert (both.sleeps, asked.sleeps, small.sleeps) == (False, True, True)
+    forced = plan(100, "never")
+    assert not forced.sleeps
+    assert sum(forced.phases["train"]) > 100 * 2**30
     assert both.host_asleep == 0
     assert asked.host_asleep == asked.train.asleep
     assert both.spare is not None

@@ -21,8 +21,8 @@ class Recorder:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def pause(self) -> None:
-        self.asked.append("pause")
+    async def pause(self, drain_s: float) -> None:
+        self.asked.append(f"pause after {drain_s} s")
 
     async def finish_open(self) -> None:
         self.asked.append("finish open groups")
@@ -34,7 +34,7 @@ class Recorder:
         ("sync", False, []),
         ("one_step_off", False, ["finish open groups"]),
         ("async", True, []),
-        ("async", False, ["pause engines", "pause"]),
+        ("async", False, ["pause engines", "pause after 3.5 s"]),
     ],
 )
 def test_engines_that_keep_no_requests_are_paused_and_emptied(
@@ -54,6 +54,7 @@ def test_engines_that_keep_no_requests_are_paused_and_emptied(
             "data": {"train": []},
             "reward": {"function": "none"},
             "rollout": rollout,
+            "weight_sync": {"drain_s": 3.5},
         }
     )
     with EventLoop() as loop:

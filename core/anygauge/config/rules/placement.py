@@ -41,14 +41,15 @@ def colocation_rules(config: Config, plugins: Plugins) -> Iterator[ConfigProblem
     if not placement.rollout_workers:
         hint = "needs engines that are servers: set placement.rollout_workers and rollout.engine"
         yield ConfigProblem(path="placement.colocated", found=True, hint=hint)
-    if config.rollout.schedule != "sync":
+    if config.rollout.schedule != "sync" and placement.sleeps:
         hint = (
-            'with placement.colocated trainers and engines never work at the same time; write "sync", or '
-            "give the engines devices of their own: placement.colocated = false"
+            "with placement.colocated trainers and engines work at the same time only if nobody sleeps: "
+            'write placement.offload = "never" where both fit, or rollout.schedule = "sync", or give the '
+            "engines devices of their own: placement.colocated = false"
         )
         yield ConfigProblem(path="rollout.schedule", found=config.rollout.schedule, hint=hint)
     for index, group in enumerate(config.rollout.groups):
-        if group.model != POLICY or group.kind == "encoder":
+        if placement.sleeps and (group.model != POLICY or group.kind == "encoder"):
             hint = "releases its weights with placement.colocated and cannot load them again; leave it out"
             yield ConfigProblem(
                 path=f"rollout.groups[{index}]", found=f"{group.kind} of {group.model}", hint=hint
@@ -60,14 +61,18 @@ def _engines_that_sleep(config: Config, plugins: Plugins) -> Iterator[ConfigProb
     """Yield engines that cannot give memory back, and more servers than there are devices for."""
     trainers: Mapping[str, TrainEngineSpec] = plugins.named("register_train_engines")
     trainer = trainers.get(config.train.engine)
-    if trainer is not None and not trainer.supports_offload:
-        hint = "never releases its memory, which placement.colocated requires; take another engine"
+    sleeps = config.placement.sleeps
+    if trainer is not None and sleeps and not trainer.supports_offload:
+        hint = (
+            "never releases its memory, which placement.colocated requires; take another engine, or write "
+            'placement.offload = "never"'
+        )
         yield ConfigProblem(path="train.engine", found=trainer.name, hint=hint)
     engines: Mapping[str, RolloutEngineSpec] = plugins.named("register_rollout_engines")
     engine = engines.get(config.rollout.engine)
     if engine is None:
         return
-    if engine.serve is None or not engine.releases_memory:
+    if engine.serve is None or (sleeps and not engine.releases_memory):
         fit = ", ".join(sorted(name for name, other in engines.items() if other.releases_memory)) or "none"
         hint = f"placement.colocated needs a server that can release its memory; choose from: {fit}"
         yield ConfigProblem(path="rollout.engine", found=engine.name, hint=hint)

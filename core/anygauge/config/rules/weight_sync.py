@@ -83,7 +83,7 @@ def _adapter_obstacles(config: Config, able: Sequence[str]) -> Iterator[str]:
         yield f"train.lora.base is not what servers load; {fix}"
     if modalities(config):
         yield f"servers have adapters of text models alone; {fix}"
-    if config.placement.colocated:
+    if config.placement.sleeps:
         yield f"adapters do not survive that servers sleep (placement.colocated); {fix}"
     if config.rollout.groups or config.rollout.external:
         key = "rollout.groups" if config.rollout.groups else "rollout.external"

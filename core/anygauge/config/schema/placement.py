@@ -25,9 +25,15 @@ class Placement(Section):
     colocated: bool = False
     """Run served engines on the devices of the training workers: engines and trainers alternate, and whoever
     sleeps keeps its memory on the host. Otherwise engines have devices of their own."""
-    offload: Literal["auto", "always"] = "auto"
-    """Whether colocated engines and trainers sleep: ``always``, or ``auto``, which lets both stay awake where
-    the first step has shown that both fit on their devices."""
+    offload: Literal["auto", "always", "never"] = "auto"
+    """Whether colocated engines and trainers sleep: ``always``; ``auto``, which lets both stay awake where
+    the first step has shown that both fit on their devices; or ``never``, which every ``rollout.schedule``
+    but ``sync`` needs on shared devices."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether engines and trainers may have to release the memory of devices that they share."""
+        return self.colocated and self.offload != "never"
 
 
 class Cluster(Section):

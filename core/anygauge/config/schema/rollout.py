@@ -205,6 +205,9 @@ class WeightSync(Section):
     """Treatment of in-flight requests: ``retract`` restarts them with the tokens sampled so far, ``in_place``
     continues them with the KV cache of the old weights, ``abort`` ends them with what they have. With
     ``transport = "adapter"``, ``retract`` acts as ``abort``: a request keeps the adapter it began with."""
+    drain_s: Annotated[float, Field(ge=0, le=1_000_000)] = 2.0
+    """Longest wait for the requests in flight before an update of engines that cannot keep them, such as
+    SGLang 0.5.17, in seconds. Those that have not ended then are aborted, and go on after the update."""
     deadline_s: Seconds = 300.0
     """Longest wait for an engine to take one bucket, or to answer anything else, in seconds."""
     directory: Path | None = None

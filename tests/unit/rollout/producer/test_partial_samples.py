@@ -209,6 +209,26 @@ def test_a_gate_that_is_closed_again_at_once_lets_nothing_through() -> None:
     asyncio.run(work())
 
 
+@pytest.mark.parametrize(("drain_s", "aborts"), [(0.0, True), (0.01, True), (60.0, False)])
+def test_a_gate_waits_for_requests_before_it_aborts_them(drain_s: float, aborts: bool) -> None:
+    engine = ScriptedEngine(counting, holds=lambda request: 1)
+
+    async def work() -> None:
+        gate = Gate(engine)
+        gate.open()
+        request = GenerateRequest("0", (1,), SamplingParams(max_new_tokens=3), seed=0)
+        task = asyncio.create_task(gate.generate(request))
+        await asyncio.sleep(0)
+        if not aborts:
+            asyncio.get_running_loop().call_later(0.01, engine.release)
+        await gate.close(drain_s)
+        assert not gate.under_way
+        assert (await task).finish_reason == ("abort" if aborts else "length")
+        assert bool(engine.aborts) == aborts
+
+    asyncio.run(work())
+
+
 def test_the_rollouts_of_a_prompt_tell_the_engines_that_they_begin_alike(make_producer: MakeProducer) -> None:
     engine = ScriptedEngine(counting)
 
