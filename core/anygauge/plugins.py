@@ -16,13 +16,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, requires
 from types import ModuleType
 from typing import Any, cast
 
 import pluggy
 
 from anygauge.hook_answers import Owned, RecordedPlugin, call_collecting
+from anygauge.version import __version__
 from anygauge_hooks import CONTRACT_VERSION, PROJECT, specs
 from anygauge_hooks.errors import (
     BackendUnavailableError,
@@ -46,13 +47,14 @@ __all__ = [
     "BACKENDS_GROUP",
     "DEFAULT_PLUGINS",
     "PLUGINS_GROUP",
+    "PluginDistribution",
     "Plugins",
     "find_backend",
     "imported",
     "install_hint",
     "is_import_path",
     "load_plugins",
-    "plugin_distribution",
+    "plugin_distributions",
     "probe_backend",
     "published_backends",
     "require_plugins",
@@ -97,6 +99,9 @@ IMPORTABLE: Mapping[str, str] = {
     "register_trackers": "Tracker",
 }
 """Hooks whose items a config may name as ``package.module:function`` too, with their kind for messages."""
+
+PluginDistribution = Callable[[str], tuple[str | None, str | None]]
+"""Returns name and version of the distribution that a plugin came with."""
 
 
 @dataclass(slots=True)
@@ -608,18 +613,25 @@ def _close_backend(name: str, backends: Mapping[str, BackendSpec]) -> str | None
     return f"Did you mean {close[0]}?" if close else None
 
 
-def plugin_distribution(owner: str) -> tuple[str | None, str | None]:
-    """Return name and version of the distribution that a plugin came with, if it was installed from one.
+def plugin_distributions() -> PluginDistribution:
+    """Return a function that returns name and version of the distribution that a plugin came with.
 
-    :param owner: The plugin's name: that of its entry point, or a module of the core.
+    It takes the plugin's name, that of its entry point or a module of the core, and returns ``None`` twice
+    for a plugin that was not installed.
     """
-    if owner.partition(".")[0] == PROJECT:
-        return PROJECT, version(PROJECT)
-    for group in (BACKENDS_GROUP, PLUGINS_GROUP):
-        for entry in entry_points(group=group, name=owner):
-            if entry.dist is not None:
-                return entry.dist.name, entry.dist.version
-    return None, None
+    entries = entry_points()  # once: it reads the metadata of every distribution
+    installed = {PROJECT: (PROJECT, __version__)}
+    for entry in (
+        entry for group in (PLUGINS_GROUP, BACKENDS_GROUP) for entry in entries.select(group=group)
+    ):
+        if entry.dist is not None:
+            metadata = entry.dist.metadata  # parses it
+            installed[entry.name] = metadata["Name"], metadata["Version"]
+
+    def distribution(owner: str) -> tuple[str | None, str | None]:
+        return installed.get(PROJECT if owner.partition(".")[0] == PROJECT else owner, (None, None))
+
+    return distribution
 
 
 def source_location(function: Callable[..., Any]) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from anygauge.kernels.observer import ResolvedKernel, current_observer
-from anygauge.plugins import plugin_distribution, source_location
+from anygauge.plugins import PluginDistribution, plugin_distributions, source_location
 from anygauge_hooks import kernels as contract
 from anygauge_hooks.errors import DuplicateNameError, PluginError
 from anygauge_hooks.kernels import KERNEL_FACTS, KERNEL_OPS, KernelImpl, KernelOp, Tolerance
@@ -38,9 +38,6 @@ __all__ = [
 
 REFERENCE_DTYPES = ("float32", "bfloat16")
 """The dtypes that a run may have; the reference serves those that no plugin does."""
-
-_Distribution = Callable[[str], tuple[str | None, str | None]]
-"""Returns name and version of the distribution that an owner's plugin came with."""
 
 _CORE = "anygauge"
 _LAST = -100
@@ -148,16 +145,18 @@ class KernelTable:
             by_op[owned.kernel.op] = (owned, *by_op.get(owned.kernel.op, ()))
         return replace(self, kernels=by_op)
 
-    def rows(self) -> list[KernelRow]:
+    def rows(self, distribution: PluginDistribution | None = None) -> list[KernelRow]:
         """Return the capability table: a row per implementation.
 
         A row that is the reference lists the dtypes that nothing else serves without limits; there is none
         where plugins serve them all.
+
+        :param distribution: Default: reads what is installed.
         """
-        distribution = cache(plugin_distribution)  # each call reads what is installed
+        distribution = distribution or plugin_distributions()
         return [row for op in KERNEL_OPS for row in self._rows(op, distribution)]
 
-    def _rows(self, op: KernelOp, distribution: _Distribution) -> list[KernelRow]:
+    def _rows(self, op: KernelOp, distribution: PluginDistribution) -> list[KernelRow]:
         owned = self.kernels.get(op, ())
         rows = [_row(o.kernel, o.owner, distribution) for o in owned]
         served = {dtype for row in rows if not row.limits for dtype in row.dtypes}
@@ -312,7 +311,7 @@ def _overlap(one: KernelImpl, other: KernelImpl) -> bool:
 
 
 def _row(
-    kernel: KernelImpl, owner: str, distribution: _Distribution, *, is_reference: bool = False
+    kernel: KernelImpl, owner: str, distribution: PluginDistribution, *, is_reference: bool = False
 ) -> KernelRow:
     package, release = distribution(owner)
     return KernelRow(

@@ -6,13 +6,12 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from anygauge.kernels.table import KernelRow, resolve_kernels
 from anygauge.observability.report.run_files import CAPABILITIES_FILE
-from anygauge.plugins import Plugins, plugin_distribution, source_location
+from anygauge.plugins import PluginDistribution, Plugins, plugin_distributions, source_location
 from anygauge_hooks.types import BackendSpec
 
 __all__ = ["capabilities", "write_capabilities"]
@@ -32,12 +31,12 @@ def capabilities(plugins: Plugins, backend: BackendSpec) -> dict[str, Any]:
     :raises PluginError: A kernel names an unknown op, or has not the signature of its op.
     :raises DuplicateNameError: Two kernels of one op and priority accept the same facts.
     """
-    table = resolve_kernels(plugins, backend)
+    table, distribution = resolve_kernels(plugins, backend), plugin_distributions()
     return {
         "backend": backend.name,
-        "hooks": list(_hook_rows(plugins, backend)),
-        "registered": list(_registered_rows(plugins)),
-        "kernels": [_kernel_row(row) for row in table.rows()],
+        "hooks": list(_hook_rows(plugins, backend, distribution)),
+        "registered": list(_registered_rows(plugins, distribution)),
+        "kernels": [_kernel_row(row) for row in table.rows(distribution)],
         "left_out": [asdict(kernel) for kernel in table.left_out],
         "unknown_backends": plugins.unknown_backends(),
         "plugin_errors": {name: repr(error) for name, error in plugins.load_errors.items()},
@@ -53,9 +52,10 @@ def write_capabilities(directory: Path, plugins: Plugins, backend: BackendSpec) 
         _logger.warning("there is no capability table of this run: %r", error)
 
 
-def _hook_rows(plugins: Plugins, backend: BackendSpec) -> Iterator[dict[str, Any]]:
+def _hook_rows(
+    plugins: Plugins, backend: BackendSpec, distribution: PluginDistribution
+) -> Iterator[dict[str, Any]]:
     """Yield one row for each implementation that is called on a backend, and one for a hook without any."""
-    distribution = cache(plugin_distribution)  # each call reads what is installed
     for hook in plugins.hooks():
         implementations = plugins.implementations(hook, backend)
         for implementation in implementations:
@@ -71,9 +71,8 @@ def _hook_rows(plugins: Plugins, backend: BackendSpec) -> Iterator[dict[str, Any
             yield {"hook": hook, **dict.fromkeys(("plugin", "package", "version", "location"))}
 
 
-def _registered_rows(plugins: Plugins) -> Iterator[dict[str, Any]]:
+def _registered_rows(plugins: Plugins, distribution: PluginDistribution) -> Iterator[dict[str, Any]]:
     """Yield one row for each name that a plugin registered, such as a model family or a reward."""
-    distribution = cache(plugin_distribution)
     for hook in plugins.hooks():
         for owner, item in plugins.registered(hook) if hook.startswith(REGISTERS) and hook != KERNELS else ():
             package, release = distribution(owner)
