@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -51,6 +51,16 @@ TOGETHER = {
     "run_with_torch": r"meta/test_meta_imports|backends/(npu/test_mindspeed|cuda/test_transformer_engine)",
 }
 """Files that one process has, by what they share that costs as much as many tests."""
+RAY = pytest.StashKey[tuple[str, ExitStack]]()
+"""Address of the Ray cluster, and the stack that ends it."""
+
+
+def shared_by(nodeid: str) -> str | None:
+    """Return what the file of a test shares with others."""
+    file = nodeid.partition("::")[0]
+    return next(
+        (name for name, files in TOGETHER.items() if re.fullmatch(rf"tests/({files})\.py", file)), None
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -60,9 +70,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            shared = (name for name, files in TOGETHER.items() if re.fullmatch(rf"tests/({files})\.py", file))
-            return next(shared, file)
+            return shared_by(nodeid) or super()._split_scope(nodeid)
 
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
@@ -139,15 +147,35 @@ def published(name: str) -> Path:
     return PUBLISHED / name
 
 
-@pytest.fixture(scope="session")
-def ray_cluster(fork_servers: ForkServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start a Ray cluster of this host, once for all tests, and return its address."""
+@pytest.fixture(scope="module")
+def ray_cluster(
+    request: pytest.FixtureRequest, fork_servers: ForkServers, tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    """Return the address of a Ray cluster of this host, which the files that share it start once."""
+    stash = request.config.stash
+    if RAY not in stash:
+        stack = ExitStack()
+        stash[RAY] = stack.enter_context(run_ray(fork_servers, tmp_path_factory)), stack
+    return stash[RAY][0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the Ray cluster after the last file that shares it: idle, it takes 2 % of a core."""
+    if RAY in item.config.stash and (nextitem is None or shared_by(nextitem.nodeid) != "ray"):
+        item.config.stash[RAY][1].close()
+        del item.config.stash[RAY]
+
+
+@contextmanager
+def run_ray(processes: ForkServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run a Ray cluster of this host."""
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray warns that it hides the devices of a host with some from workers without any.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    with forked_ray_workers(fork_servers, tmp_path_factory):
+    with forked_ray_workers(processes, tmp_path_factory):
         context = ray.init(
             address="local",
             num_cpus=2,

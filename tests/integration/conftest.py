@@ -25,6 +25,8 @@ from anygauge_hooks.types import BackendSpec
 ROOT = Path(__file__).resolve().parents[2]
 ACTORS = "anygauge_tests.actors:SuccessiveActors"
 LaunchActors = Callable[..., "Borrowed"]
+ACTOR_GROUPS = pytest.StashKey[ExitStack]()
+"""The stack that ends the groups of actors."""
 
 
 class Borrowed:
@@ -43,8 +45,17 @@ class Borrowed:
         return getattr(self._group, name)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the actors after the last of these tests: idle, each wakes up a hundred times a second."""
+    if nextitem is None or not nextitem.path.is_relative_to(Path(__file__).parent):
+        item.config.stash.get(ACTOR_GROUPS, ExitStack()).close()
+
+
 @pytest.fixture(scope="session")
-def launch_actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchActors]:
+def launch_actors(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LaunchActors]:
     """Return what stands for ``launch_workers``: the processes of the last run go on with the next.
 
     There is a group for each way of starting it. The logs of the workers are not in the run directory.
@@ -79,6 +90,7 @@ def launch_actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchAc
         return Borrowed(groups[key])
 
     with ExitStack() as stack:
+        request.config.stash[ACTOR_GROUPS] = stack
         yield launch
 
 
