@@ -37,4 +37,11 @@ try:
 except KeyboardInterrupt:
     left = children() - before
     run = Run.load(f"{sys.argv[2]}/endless")
-    say("interrupted", run.outcome, len(left), run.metrics_list[-1]["step"] >= 2)
+    step = run.metrics_list[-1]["step"]
+    say(
+        "interrupted",
+        run.outcome,
+        len(left),
+        step >= 2,
+        (run.directory / f"checkpoints/step-{step:08d}").is_dir(),
+    )

@@ -212,7 +212,7 @@ def test_an_interrupt_ends_a_script_and_its_processes(
     assert script.wait(60) == 0, "".join(printed)
     ready = next(line.split() for line in printed if line.startswith("ready"))
     assert int(ready[1]) > 0
-    assert printed[-1] == "interrupted interrupted 0 True\n", "".join(printed)
+    assert printed[-1] == "interrupted interrupted 0 True True\n", "".join(printed)
 
 
 def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:

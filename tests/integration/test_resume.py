@@ -19,7 +19,7 @@ from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
-from anygauge_hooks.types import NamedFunction
+from anygauge_hooks.types import NamedFunction, RunInfo
 from anygauge_tests.fork_server import ForkServers
 from anygauge_tests.recipe import tiny_recipe
 
@@ -119,11 +119,24 @@ def digits(response: str) -> float:
     return sum(character.isdigit() for character in response) / 4
 
 
+def train_here(root: Path, name: str, plugin: Digits, *, resume: bool = False, every: int = EVERY) -> None:
+    """Run the recipe in this process."""
+    plugins = load_plugins(only=["cpu", "models"])
+    plugins.register(plugin, "digits")
+    given = {"run.name": name, "run.resume": resume, "save.every": every}.items()
+    train(load_config(root / "run.toml", list(given), backend="cpu", plugins=plugins), plugins)
+
+
+def undisturbed(root: Path) -> str:
+    """Return the name of a run that nobody disturbs."""
+    if not (root / "runs/whole").exists():
+        train_here(root, "whole", Digits())
+    return "whole"
+
+
 @pytest.mark.usefixtures("forked_actors")
 def test_killed_inside_a_save(inputs: Path, run: Run) -> None:
-    plugins = load_plugins(only=["cpu", "models"])
-    plugins.register(Digits(), "digits")
-    train(load_config(inputs / "run.toml", [("run.name", "whole")], backend="cpu", plugins=plugins), plugins)
+    whole = undisturbed(inputs)
     # By then the checkpoint of step 2 is there, and half of that of step 4.
     run("torn", kill=("between files", 2))
     left = os.listdir(inputs / "runs/torn/checkpoints")
@@ -131,7 +144,61 @@ def test_killed_inside_a_save(inputs: Path, run: Run) -> None:
     output = run("torn", "--run.resume", "true")
     assert "nothing to resume" not in output
     assert (inputs / "runs/torn/metrics.superseded.jsonl").is_file()
-    assert_same(inputs, "torn", "whole")
+    assert_same(inputs, "torn", whole)
+
+
+class Interrupts(Digits):
+    """Interrupts the run while it trains a step, or while it generates one."""
+
+    def __init__(self, *, training: int | None = None, generating: int | None = None) -> None:
+        self.training, self.generating = training, generating
+        self.step, self.said, self.saved = 0, list[str](), list[str]()
+
+    @hookimpl
+    def before_train_step(self, run: RunInfo) -> None:
+        self.step = run.step + 1
+
+    @hookimpl
+    def after_rollout(self) -> None:
+        if self.step == self.training:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        return [NamedFunction(name="digits", fn=self.reward, inline=True)]
+
+    def reward(self, response: str) -> float:
+        if self.step == self.generating:
+            self.generating = None
+            os.kill(os.getpid(), signal.SIGINT)
+        return digits(response)
+
+    @hookimpl
+    def on_wait(self, message: str) -> None:
+        self.said.append(message)
+
+    @hookimpl
+    def after_save_checkpoint(self, path: str) -> None:
+        self.saved.append(Path(path).name)
+
+
+@pytest.mark.usefixtures("forked_actors")
+def test_interrupted_and_resumed(inputs: Path) -> None:
+    whole, name = undisturbed(inputs), "interrupted"
+    points = [
+        (Interrupts(generating=1), None),
+        (Interrupts(training=2), 2),
+        (Interrupts(generating=3), None),
+        (Interrupts(generating=5), 4),
+    ]
+    for plugin, step in points:
+        with pytest.raises(KeyboardInterrupt):
+            train_here(inputs, name, plugin, resume=True, every=100)
+        assert plugin.saved == ([] if step is None else [f"step-{step:08d}"])
+        text = f"saving step {step} when it is done; Ctrl-C again to stop at once"
+        assert (text in plugin.said) == (step is not None)
+    train_here(inputs, name, Digits(), resume=True)
+    assert_same(inputs, name, whole)
 
 
 OCCURRENCES = {

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.trainer.run import train
+from anygauge_hooks import hookimpl
+from anygauge_hooks.types import RunInfo
 from anygauge_tests.recipe import tiny_recipe
 
 CHATS = [
@@ -53,9 +58,20 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def metrics_of(root: Path, **overrides: Any) -> list[dict[str, Any]]:
+class Interrupts:
+    """Interrupts a run as it begins its second step."""
+
+    @hookimpl
+    def before_train_step(self, run: RunInfo) -> None:
+        if run.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def metrics_of(root: Path, plugin: object | None = None, **overrides: Any) -> list[dict[str, Any]]:
     """Run the recipe and return its lines."""
     plugins = load_plugins(only=["cpu", "models"])
+    if plugin is not None:
+        plugins.register(plugin, "plugin")
     loaded = load_config(root / "run.toml", list(overrides.items()), backend="cpu", plugins=plugins)
     train(loaded, plugins)
     return [json.loads(line) for line in (root / "runs/sft/metrics.jsonl").read_text().splitlines()]
@@ -87,6 +103,15 @@ def test_chats(chats: Path) -> None:
     assert evaluations == pytest.approx([before, after], rel=1e-5)
     assert after < 0.9 * before
     assert not any(name.startswith("rollout/") for line in lines for name in line)
+    with pytest.raises(KeyboardInterrupt):
+        metrics_of(chats, Interrupts())
+    assert [path.name for path in (chats / "runs/sft/checkpoints").iterdir()] == ["step-00000002"]
+    resumed = metrics_of(chats, **{"run.overwrite": False, "run.resume": True})
+    assert losses(resumed) == losses(lines)
+
+
+def losses(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    return [(line["train/step"], line["train/loss"]) for line in lines if "train/loss" in line]
 
 
 def test_what_only_rl_knows_is_refused(chats: Path) -> None:

@@ -73,7 +73,8 @@ def train(
     :param overwrite: Delete an earlier run of that name.
     :param tables: Tables of the config, and single keys by dotted name.
     :raises AnygaugeError: With the codes of ``docs/errors.md``.
-    :raises KeyboardInterrupt: Ctrl-C, or the stop button of a notebook; every process of the run has ended.
+    :raises KeyboardInterrupt: Ctrl-C, or the stop button of a notebook; the last step is saved, and every
+        process of the run has ended.
     """
     call = Call.of(source, tables, data=data, reward=reward, eval_data=eval_data)
     call.start_as(resume=resume, overwrite=overwrite)

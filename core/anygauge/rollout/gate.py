@@ -30,6 +30,7 @@ class Gate:
         self._vocab_size = vocab_size
         self._open = asyncio.Event()
         self._empty = asyncio.Event()
+        self._is_final = False
         self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
         self.numbers = count()
         """Numbers of requests."""
@@ -44,14 +45,17 @@ class Gate:
         return self._open.is_set()
 
     def open(self) -> None:
-        """Let requests through."""
-        self._open.set()
+        """Let requests through, unless it was closed for good."""
+        if not self._is_final:
+            self._open.set()
 
-    async def close(self, drain_s: float = 0.0) -> None:
+    async def close(self, drain_s: float = 0.0, *, for_good: bool = False) -> None:
         """Let none through, end those that are under way, and return once the engines have none.
 
         :param drain_s: Longest wait for requests to end by themselves before they are aborted, in seconds.
+        :param for_good: Whether it stays closed.
         """
+        self._is_final |= for_good
         self._open.clear()
         if drain_s:
             await self._is_empty_within(drain_s)

@@ -33,9 +33,13 @@ from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.rl import Group, Prompt
 from anygauge_hooks.rollout import SESSION
 
-__all__ = ["Continuous", "Producer"]
+__all__ = ["Continuous", "Producer", "RolloutsStopped"]
 
 _log = logging.getLogger(__name__)
+
+
+class RolloutsStopped(Exception):
+    """The run was asked to stop while it waited for groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,7 @@ class Producer:
         self._done: dict[int, Group] = {}
         self._started_at: dict[int, int] = {}  # the version that was served; no token of the group is older
         self._failure: BaseException | None = None
+        self._is_stopped = False
         self._changed = asyncio.Event()
         self._wanted = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
@@ -106,6 +111,7 @@ class Producer:
         :raises RolloutError: The engines or too many rollouts failed, or the filters leave too few groups.
         :raises RewardError: Too many rollouts could not be scored.
         :raises DeadlineError: There were not enough in time.
+        :raises RolloutsStopped: :meth:`stop` was called; the engines have no request.
         """
         self._begin(count)
         while not self._is_enough(count):
@@ -142,10 +148,12 @@ class Producer:
     async def finish_open(self) -> None:
         """Return once every group that may start is done, so that no engine has anything left to do.
 
+        After :meth:`stop` nothing is waited for.
+
         :raises RolloutError: The engines or too many rollouts failed.
         :raises RewardError: Too many rollouts could not be scored.
         """
-        while self._failure is None and (self._open or self._missing() > 0):
+        while not (self._failure or self._is_stopped) and (self._open or self._missing() > 0):
             self._changed.clear()
             await self._changed.wait()
         if self._failure is not None:
@@ -164,6 +172,12 @@ class Producer:
         """Let rollouts go on."""
         if self._continuous is not None:
             self._gate.open()
+        self._notify()
+
+    async def stop(self) -> None:
+        """End the engines' requests for good, and let :meth:`take` raise."""
+        await self._gate.close(for_good=True)
+        self._is_stopped = True
         self._notify()
 
     async def state_dict(self) -> dict[str, Any]:
@@ -260,6 +274,8 @@ class Producer:
     def _is_enough(self, count: int) -> bool:
         if self._failure is not None:
             raise self._failure
+        if self._is_stopped:
+            raise RolloutsStopped
         if len(self._done) >= count and is_met(self._owed(), list(map(self._age, self._done))):
             return True
         if self._open or not self._has_given_up():

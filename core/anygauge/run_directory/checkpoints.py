@@ -97,6 +97,8 @@ class CheckpointWriter:
         self._packages = installed_packages()
         self._pending: _Pending | None = None
         self._tidying: Future[None] | None = None
+        self.complete = 0
+        """Step of the last checkpoint that was written; 0 before the first."""
         self._latest = 0
         """The step of the latest checkpoint that replaces older ones."""
         self._is_untidy = False
@@ -104,6 +106,11 @@ class CheckpointWriter:
         self._failed: list[int] = []
         """Steps without a checkpoint since the last one that was written."""
         remove_leftovers(self._directory)
+
+    @property
+    def writing(self) -> int | None:
+        """Step of the checkpoint that is being written."""
+        return None if self._pending is None else self._pending.step
 
     def start(self, step: int, state: Mapping[str, Any], *, replaces: bool = True) -> Path | None:
         """Save the state after a step; returns once training may go on.
@@ -255,6 +262,7 @@ class CheckpointWriter:
             return None
         self._pending = None
         self._failed.clear()
+        self.complete = pending.step
         if pending.replaces:
             self._latest = pending.step
             self._tidy()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["terminate_as_exception"]
+__all__ = ["postpone_first", "terminate_as_exception"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -19,6 +19,8 @@ class _Ending:
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.postpones: Callable[[], bool] | None = None
+        """Called at the next signal; a true result keeps it from raising."""
         self._raised: BaseException | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -26,6 +28,12 @@ class _Ending:
         if self._raised is not None and _is_handled(self._raised):
             return
         self.received.append(number)
+        postpones, self.postpones = self.postpones, None
+        if postpones is None or not postpones():
+            self.end(number)
+
+    def end(self, number: int) -> None:
+        """Raise what a signal is turned into."""
         self._raised = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
         raise self._raised
 
@@ -68,3 +76,26 @@ def terminate_as_exception(*, for_good: bool = False) -> Iterator[None]:
         for number in caught:
             is_over = for_good and number in ending.received
             signal.signal(number, signal.SIG_IGN if is_over else before[number])
+
+
+@contextmanager
+def postpone_first(postpones: Callable[[], bool]) -> Iterator[None]:
+    """Let the first signal raise at the end of the block, where a function says so; else it raises at once.
+
+    So does a second signal. For blocks within :func:`terminate_as_exception`; elsewhere it changes nothing.
+
+    :param postpones: Called in the signal handler: it must wait for nothing, nor print.
+    """
+    handlers = map(signal.getsignal, SIGNALS)
+    ending = next((handler for handler in handlers if isinstance(handler, _Ending)), None)
+    if ending is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = len(ending.received)
+    ending.postpones = postpones
+    try:
+        yield
+    finally:
+        ending.postpones = None
+    if len(ending.received) > before:
+        ending.end(ending.received[before])

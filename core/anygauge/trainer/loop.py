@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -21,6 +21,7 @@ from anygauge.config import Config
 from anygauge.config.roles import critic_config
 from anygauge.config.rules.algorithm import estimator, has_critic
 from anygauge.data.balance import free
+from anygauge.failures import in_background
 from anygauge.hub import localized
 from anygauge.observability.distributions import record_distributions
 from anygauge.observability.evaluation import group_numbers
@@ -39,6 +40,7 @@ from anygauge.observability.phases import Row, record_phase, take_phases
 from anygauge.observability.reward_parts import PartNames
 from anygauge.observability.samples import is_recorded
 from anygauge.plugins import Plugins
+from anygauge.rollout.producer import RolloutsStopped
 from anygauge.rollout.rewards import raw_number
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
 from anygauge.run_directory.directory import RunDirectory
@@ -53,6 +55,7 @@ from anygauge.run_directory.dumps import (
     write_groups,
 )
 from anygauge.run_directory.write_progress import expected_bytes
+from anygauge.runtime.signals import postpone_first
 from anygauge.runtime.worker_group import PendingCall
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.estimate import group_advantages
@@ -103,6 +106,10 @@ class Loop:
     """Scored groups of the step, from its rollouts to its end."""
     part_names: PartNames = field(default_factory=PartNames)
     """Metric names of the parts of rewards."""
+    trained: int = 0
+    """Step that is being trained, or was last; 0 before the first of this part of the run."""
+    is_stopping: bool = False
+    """Whether a signal asked the run to end, and a step is to be saved before."""
 
     @property
     def config(self) -> Config:
@@ -147,8 +154,21 @@ class Training:
 def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> None:
     """Run the remaining steps, or stop early when asked to.
 
+    A signal ends the run after the step that is being trained, or before the next one, with a checkpoint; if
+    that would save nothing new, and at a second signal, the run ends at once.
+
     :param should_stop: Asked after each step, once observers and health rules have seen it.
     """
+    with postpone_first(partial(request_stop, loop)):
+        with suppress(RolloutsStopped):
+            take_steps(loop, should_stop)
+        if loop.is_stopping:
+            save_last(loop)
+    loop.directory.check()
+
+
+def take_steps(loop: Loop, should_stop: Callable[[], bool]) -> None:
+    """Take the remaining steps; the argument is that of :func:`run_loop`."""
     config, total, first = loop.config, loop.config.run.steps, loop.info.step + 1
     take_step = choose_step(config)
     monitor = HealthMonitor(config, Path(loop.info.directory), loop.info.step)
@@ -183,10 +203,33 @@ def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> Non
             is_saved = save(loop, step, ends=ends)
         loop.save_s = time.perf_counter() - started if is_saved else 0.0
         loop.session.add_phases(Row("driver"), take_phases())
-        if ends:
+        if ends or loop.is_stopping:
             _log.info("the run was told to stop after step %d of %d", step, total)
             break
-    loop.directory.check()
+
+
+def request_stop(loop: Loop) -> bool:
+    """Return whether there is a step to save, and if so, make the run end once it is saved.
+
+    Called in a signal handler, so another thread tells the user: this one may be printing.
+    """
+    if loop.checkpoints is None or loop.trained <= loop.checkpoints.complete:
+        return False
+    loop.is_stopping = True
+    if loop.rollouts is not None:
+        loop.rollouts.stop()
+    text = f"saving step {loop.trained} when it is done; Ctrl-C again to stop at once"
+    in_background(partial(tell_of_wait, loop.session.plugins, loop.session.state, text), "stop")
+    return True
+
+
+def save_last(loop: Loop) -> None:
+    """Write a checkpoint of the last step, unless one is being written, and wait for it."""
+    checkpoints, step = loop.checkpoints, loop.info.step
+    assert checkpoints is not None, "the run is saved"
+    if step not in (checkpoints.complete, checkpoints.writing):
+        announce(loop, checkpoints.start(step, loop.session.state.state_dict()))
+    announce(loop, checkpoints.finish())
 
 
 def finish_saving(loop: Loop) -> None:
@@ -262,7 +305,7 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     assert loop.rollouts is not None, "the run trains on rollouts"
     with record_phase("generate"):
         groups, reward_s = loop.rollouts.collect(step)
-    loop.groups = groups
+    loop.groups, loop.trained = groups, step
     version = None if replays_rollouts(config) else loop.session.state.version
     trained_on = groups if version is None else mask_stale(groups, version, config.algorithm.mask_stale)
     training, batch = None, None
@@ -337,7 +380,7 @@ def are_any_scored(groups: Sequence[Group]) -> bool:
 
 def train_on_conversations(loop: Loop, step: int) -> dict[str, float]:
     """Take one SFT step and return its metrics."""
-    started = time.perf_counter()
+    started, loop.trained = time.perf_counter(), step
     rows = loop.next_prompts or draw_prompts(loop)
     batch = conversation_batch(rows)
     training = start_training(loop, step, batch)

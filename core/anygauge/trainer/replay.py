@@ -68,6 +68,9 @@ class ReplayedRollouts:
     def advance(self, version: int) -> None:
         """Do nothing: what was dumped stays what it was."""
 
+    def stop(self) -> None:
+        """Do nothing: nothing is waited for."""
+
     def metrics(self) -> Mapping[str, float]:
         """Return nothing."""
         return {}

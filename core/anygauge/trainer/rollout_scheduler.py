@@ -42,6 +42,9 @@ class GroupSource(Protocol):
     def advance(self, version: int) -> None:
         """Learn which weights the engines serve now."""
 
+    def stop(self) -> None:
+        """Make :meth:`collect` raise ``RolloutsStopped``. Does not wait; a signal handler may call it."""
+
     def metrics(self) -> Mapping[str, float]:
         """Return ``rollout/*`` of the last step."""
 
@@ -131,6 +134,10 @@ class RolloutScheduler:
             self._pause_engines()
             drain_s = self._config.weight_sync.drain_s
             self._wait(self._producer.pause(drain_s), "the engines to end their requests")
+
+    def stop(self) -> None:
+        """Let the producer stop; see :class:`GroupSource`."""
+        self._events.start(self._producer.stop())
 
     def metrics(self) -> dict[str, float]:
         """Return ``rollout/*`` of the last step."""

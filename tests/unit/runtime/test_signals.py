@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from anygauge.runtime.signals import terminate_as_exception
+from anygauge.runtime.signals import postpone_first, terminate_as_exception
 
 
 @pytest.fixture(autouse=True)
@@ -122,3 +122,50 @@ def test_in_another_thread_the_handlers_stay_as_they_are() -> None:
     thread.start()
     thread.join()
     assert inside == before
+
+
+def test_a_postponed_signal_raises_at_the_end_of_the_block() -> None:
+    done: list[str] = []
+    with pytest.raises(SystemExit) as caught, terminate_as_exception():
+        send_each([True], signal.SIGTERM, done)
+    assert done == ["the block"]
+    assert caught.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("answers", [[False], [True, True]])
+def test_a_refused_signal_and_a_second_one_raise_at_once(answers: list[bool]) -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt), terminate_as_exception():
+        send_each(answers, signal.SIGINT, done)
+    assert done == []
+
+
+def send_each(answers: list[bool], number: signal.Signals, done: list[str]) -> None:
+    """Send a signal for each answer, and note if that ends nothing."""
+    left = iter(answers)
+    with postpone_first(lambda: next(left)):
+        for _ in answers:
+            os.kill(os.getpid(), number)
+        done.append("the block")
+
+
+def test_signals_after_the_block_are_not_postponed() -> None:
+    with pytest.raises(KeyboardInterrupt), terminate_as_exception():
+        interrupt_after_a_block()
+
+
+def interrupt_after_a_block() -> None:
+    with postpone_first(pytest.fail):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_error_of_a_block_that_is_to_end_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError), terminate_as_exception():
+        interrupt_a_block_that_fails()
+
+
+def interrupt_a_block_that_fails() -> None:
+    with postpone_first(lambda: True):
+        os.kill(os.getpid(), signal.SIGINT)
+        _ = 1 / 0

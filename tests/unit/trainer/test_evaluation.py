@@ -164,6 +164,7 @@ def scripted_loop(*, step: int) -> Any:
         save_s=0.0,
         groups=(),
         background=None,
+        is_stopping=False,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from anygauge.rollout.evaluation import sample_groups
 from anygauge.rollout.groups import group_state, rollouts_state
 from anygauge.rollout.live import LiveRollout
-from anygauge.rollout.producer import Continuous, Producer
+from anygauge.rollout.producer import Continuous, Producer, RolloutsStopped
 from anygauge.rollout.staleness import Staleness
 from anygauge_hooks.errors import CheckpointError, RolloutError
 from anygauge_hooks.rl import Group, Prompt, SamplingParams
@@ -155,6 +155,33 @@ def test_a_pause_lets_weights_change_in_the_middle_of_a_sample(make_producer: Ma
     for group in run(producer, body):
         assert group.samples[0].response_tokens == (1, 2, 3, 4, 5, 6)
         assert group.samples[0].weight_versions == (0, 0, 5, 5, 5, 5)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_who_waits_for_groups_is_stopped_once_the_engines_are_idle(
+    make_producer: MakeProducer, steps: bool
+) -> None:
+    engine = ScriptedEngine(counting, lambda request: 2)
+    producer = make_producer(engine, **ONE)
+
+    async def body() -> None:
+        if not steps:
+            await producer.keep_going(Continuous(groups=2))
+        waiting = [asyncio.create_task(producer.take(2, timeout_s=20))]
+        waiting += [] if steps else [asyncio.create_task(producer.finish_open())]  # type: ignore[list-item]
+        await until(lambda: len(engine.waiting) == 2)
+        await producer.stop()
+        assert engine.waiting == []
+        async with asyncio.timeout(20):
+            taken, *finished = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(taken, RolloutsStopped)
+        assert finished == [None][steps:]
+        with pytest.raises(RolloutsStopped):  # a step that begins just then
+            await producer.take(2, timeout_s=20)
+        await passes()
+        assert len(engine.requests) == 2
+
+    run(producer, body)
 
 
 def test_an_evaluation_goes_on_beside_training_and_leaves_it_room(
