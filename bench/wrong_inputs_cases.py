@@ -53,6 +53,7 @@ def config_cases() -> Iterator[Case]:
         "--train.lr=": ("train.lr", "''", "number"),
         "--train.lr.max 1e-5": ("train.lr", "number"),
         "--train.dtype fp16": ("'fp16'", "'float32' or 'bfloat16'", "float16 is not supported"),
+        "--train.dtype fp8": ("'fp8'", "'float32' or 'bfloat16'", "anygauge convert --to-bfloat16"),
         "--train.dtype int8": ("'int8'", "'float32' or 'bfloat16'"),
         "--rollout.temperature 0": ("rollout.temperature", "greater than 0"),
         "--rollout.samples_per_prompt 1": ("'grpo' compares", "2 or more"),
@@ -500,6 +501,7 @@ def command_cases() -> Iterator[Case]:
         "check-model model --layers 9": ("AG201", ("9 layers", "num_hidden_layers = 2")),
         "check-model model --against vllm": ("AG105", ("'vllm'", "sglang, transformers")),
         "check-model model --backend cuda": ("AG102", ("built without CUDA",)),
+        "parity cpu cpu": ("AG201", ("both are cpu", "cpu:kernels=reference")),
         "parity cpu tpu": ("AG101", ("'tpu'",)),
         "parity cpu cpu:dtype=fp16": ("AG201", ("train.dtype", "'fp16'", "'float32' or 'bfloat16'")),
         "parity cpu cpu:engin=fsdp": ("AG201", ("'engin'", "engine, dtype")),
@@ -584,6 +586,11 @@ def api_cases() -> Iterator[Case]:
         'Run.load("runs/first").generate([5])': ("AG301", ("'prompt' is a number",)),
         'generate("model", ["1+2="], max_new_tokens=-1)': ("AG201", ("max_new_tokens", "-1")),
         'generate("model", ["1+2="], temperature=-1)': ("AG201", ("temperature", "-1")),
+        'generate("model", ["1+2="], max_tokens=4)': (
+            "AG201",
+            ("'max_tokens'", "did you mean max_new_tokens?"),
+        ),
+        'Config(run={"nam": "x"})': ("AG201", ("did you mean run.name?", "model: not set")),
         'evaluate("model", data=[{"prompt": "1+2=", "label": "3"}])': (
             "AG201",
             ("reward.function: not set",),
@@ -591,7 +598,9 @@ def api_cases() -> Iterator[Case]:
         'evaluate("run.toml", checkpoint="nowhere")': ("AG501", ("nowhere",)),
     }
     for call, (code, says) in calls.items():
-        yield Case("api", f"from anygauge import Run, evaluate, generate, train\n{call}\n", says, code)
+        yield Case(
+            "api", f"from anygauge import Config, Run, evaluate, generate, train\n{call}\n", says, code
+        )
 
 
 def resume_cases() -> Iterator[Case]:
@@ -657,7 +666,7 @@ def host_cases() -> Iterator[Case]:
     yield Case("host", long, stopped, "", 130, strike=("step 3/", signal.SIGINT))
     killed = ("not empty", "--resume")
     yield Case("host", long, killed, "AG501", 0, strike=("step 3/", signal.SIGKILL), then=TRAIN)
-    few = ("64 workers share", "processors", "placement.start_timeout_s")
+    few = ("64 workers share", "processors", "placement.start_timeout_s", "Ranks ")
     many = "--placement.train_workers 64 --rollout.prompts_per_step 64 --placement.start_timeout_s 2"
     yield Case("host", f"{TRAIN} {many}", few, "AG703")
 

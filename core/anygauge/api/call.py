@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from anygauge.config.schema.section import NAME_PATTERN
 from anygauge.config.tree import Tree, merge
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["Call"]
+__all__ = ["Call", "check_keywords"]
 
 LOCAL: Tree = {"placement": {"launcher": "local"}}
 """Without a file a run stays on this host, and needs no Ray."""
@@ -219,6 +221,24 @@ def _shown(source: object) -> str:
     """Return a value with its type; of an object that prints as several lines, only the type."""
     text, kind = repr(source), type(source).__name__
     return f"An object of type {kind}" if "\n" in text else f"{text:.80} ({kind})"
+
+
+def check_keywords(function: Callable[..., object], tables: Mapping[str, Any]) -> None:
+    """Refuse a keyword that is no table of the config, and is like an argument of a function.
+
+    Others may be keys without their tables, and are refused as the config is checked.
+
+    :raises ConfigError: Names the argument that was meant.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+    for name in tables:
+        is_key = "." in name or name in Config.model_fields
+        if not is_key and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.75)):
+            raise ConfigError(
+                f"{function.__name__}() has no argument {name!r}; did you mean {close[0]}?",
+                hint=f"Its arguments are {', '.join(known)}, and the tables of a config.",
+            )
 
 
 def _with_model(tables: Mapping[str, Any]) -> dict[str, Any]:

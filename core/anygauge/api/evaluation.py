@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.api.call import Call
+from anygauge.api.call import Call, check_keywords
 from anygauge.api.run_view import RunView
 from anygauge.api.start import evaluate_loaded, load_evaluation, say
 
@@ -42,6 +42,7 @@ def evaluate(
     :returns: ``{"eval/NAME": 0.25, ...}``; of a checkpoint, ``eval/step`` too.
     :raises AnygaugeError: With the codes of ``docs/errors.md``.
     """
+    check_keywords(evaluate, tables)
     if isinstance(source, RunView):
         checkpoint = checkpoint or source
         source = source.directory / "config.toml"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.api.call import Call, rows_of
+from anygauge.api.call import Call, check_keywords, rows_of
 from anygauge.api.run_view import RunView
 from anygauge.api.start import load_evaluation
 from anygauge.config.tree import Tree, merge
@@ -68,6 +68,7 @@ def generate(
     :returns: The responses in the order of the prompts; those to one prompt follow each other.
     :raises AnygaugeError: With the codes of ``docs/errors.md``.
     """
+    check_keywords(generate, tables)
     of_run = _settings_of(source.config) if isinstance(source, RunView) else {}
     try:
         rows = list(rows_of([prompts] if isinstance(prompts, str) else prompts))

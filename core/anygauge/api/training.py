@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.api.call import Call
+from anygauge.api.call import Call, check_keywords
 from anygauge.api.run import Run
 from anygauge.api.start import load, say, train_loaded
 from anygauge.failures import on_failure
@@ -76,6 +76,7 @@ def train(
     :raises KeyboardInterrupt: Ctrl-C, or the stop button of a notebook; the last step is saved, and every
         process of the run has ended.
     """
+    check_keywords(train, tables)
     call = Call.of(source, tables, data=data, reward=reward, eval_data=eval_data)
     call.start_as(resume=resume, overwrite=overwrite)
     if metrics is not None:

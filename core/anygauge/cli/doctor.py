@@ -71,14 +71,28 @@ def run(args: argparse.Namespace) -> int:
 
     :raises UnknownBackendError: No backend of that name is installed or published.
     """
+    _check_backend(args.backend)
     report = examine(args.timeout)
-    if args.backend not in (None, *report["backends"]):
-        known = ", ".join(report["backends"])
-        raise UnknownBackendError(
-            f"Unknown backend {args.backend!r}; known: {known}.", hint="Choose one of these."
-        )
     print(json.dumps(report, indent=2) if args.json else _rendered(report, args.backend))
     return 0 if _passes(report, args.backend) else 1
+
+
+def _check_backend(name: str | None) -> None:
+    """Refuse a backend that no row of the report can have, before the probes take their time."""
+    from anygauge.plugins import published_backends
+
+    known = sorted({*_entries(), *published_backends()})
+    if name not in (None, *known):
+        raise UnknownBackendError(
+            f"Unknown backend {name!r}; known: {', '.join(known)}.", hint="Choose one of these."
+        )
+
+
+def _entries() -> list[str]:
+    """Return the entry points of the installed backends, which have the names of these."""
+    from anygauge.plugins import BACKENDS_GROUP
+
+    return sorted({entry.name for entry in entry_points(group=BACKENDS_GROUP)})
 
 
 def _passes(report: Mapping[str, Any], asked: str | None) -> bool:
@@ -94,9 +108,8 @@ def examine(timeout_s: float) -> dict[str, Any]:
     """
     from anygauge.cli.installed import read_installed
     from anygauge.observability.host import read_cpus, read_memory
-    from anygauge.plugins import BACKENDS_GROUP
 
-    entries = sorted({entry.name for entry in entry_points(group=BACKENDS_GROUP)})
+    entries = _entries()
     answers = _run_probes([("plugins",), *(("backend", entry) for entry in entries)], timeout_s)
     loaded = answers.pop(0)
     rows = {row.name: row for row in _rows(entries, answers)}

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the largest differences, and the first beyond its limit; the status is 0 if none is."""
     from anygauge.plugins import load_plugins
     from anygauge.testing.model_worker import PROMPT
-    from anygauge.testing.parity.comparison import compare_sides, load_side
+    from anygauge.testing.parity.comparison import check_apart, compare_sides, load_side
     from anygauge.testing.parity.differences import conclusion, first_divergence, table
     from anygauge.testing.parity.sides import parse_side
 
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         scratch = Path(name)
         model = _model(args, plugins, scratch)
         a, b = (load_side(side, model, plugins, trust_remote_code=args.trust_remote_code) for side in sides)
+        check_apart(a, b)
         facts = plugins.environment()
         for letter, side in (("A", a), ("B", b)):
             device = facts.get(side.loaded.backend.name)

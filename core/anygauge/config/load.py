@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import ValidationError
 
 from anygauge.config.changes import AppliedChange, adjust
 from anygauge.config.check import check
@@ -28,7 +29,7 @@ from anygauge.config.schema import Config
 from anygauge.config.schema.section import NAME_PATTERN
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import Tree, covers, flatten, merge, plain
-from anygauge.config.validate import NONE, QUOTES, Checked, validate
+from anygauge.config.validate import NONE, QUOTES, Checked, problems_of, validate
 from anygauge.disk import parse_toml
 from anygauge.hub import localized, pinned, unresolved
 from anygauge.plugins import Plugins, find_backend, published_backends
@@ -325,3 +326,10 @@ def _error(path: str | Path, lines: Sequence[str]) -> ConfigError:
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     hint = "`anygauge keys WORD` explains the keys that have a word."
     return ConfigError("\n  ".join([f"{path} has {count}:", *lines]), hint=hint)
+
+
+def _explain(error: ValidationError) -> ConfigError:
+    return _error("The config", [_line(problem, None) for problem in problems_of(error)])
+
+
+Config.explain = staticmethod(_explain)

@@ -29,6 +29,7 @@ __all__ = [
     "describe",
     "keys",
     "plain_text",
+    "problems_of",
     "sections",
     "validate",
 ]
@@ -41,6 +42,7 @@ QUOTES = "write it in quotes: "
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 """Short names, which Megatron, SGLang and others take."""
 HALF = ("fp16", "float16", "half")
+FP8 = ("fp8", "float8", "float8_e4m3fn", "float8_e5m2")
 USUAL = {
     **dict.fromkeys(("algorithm.name", "algorithm.type"), "algorithm.advantage"),
     **dict.fromkeys(("model.name", "model.name_or_path"), "model.path"),
@@ -76,10 +78,14 @@ def validate(tree: Mapping[str, Any]) -> Checked:
     try:
         return Checked(_parse(tree), (), frozenset())
     except ValidationError as error:
-        details = error.errors(include_url=False)
-    problems = tuple(_problem(detail) for detail in _merged(details))
+        problems, details = problems_of(error), error.errors(include_url=False)
     broken = frozenset(".".join(str(part) for part in detail["loc"][:2]) for detail in details)
     return Checked(_parse(_repaired(tree, broken)), problems, broken)
+
+
+def problems_of(error: ValidationError) -> tuple[ConfigProblem, ...]:
+    """Return the problems that the schema found."""
+    return tuple(_problem(detail) for detail in _merged(error.errors(include_url=False)))
 
 
 def _merged(details: Iterable[ErrorDetails]) -> Iterable[ErrorDetails]:
@@ -268,6 +274,8 @@ def _value_hint(detail: ErrorDetails) -> str:
         text += f', or "{NONE}"'
     if detail["type"] == "literal_error" and detail["input"] in HALF:
         text += "; float16 is not supported, and bfloat16 has the same size"
+    if detail["type"] == "literal_error" and detail["input"] in FP8:
+        text += "; `anygauge convert --to-bfloat16 DIR OUT` writes a checkpoint in FP8 as bfloat16"
     return text.replace("must be an object", "must be a table")
 
 

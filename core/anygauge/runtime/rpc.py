@@ -201,6 +201,29 @@ def deadline_error(
     :param logs: Log file of each rank.
     """
     lines = [f"{what!r} did not finish within {timeout_s:g} s on {len(running)} worker(s)."]
+    same: dict[str, list[WorkerId]] = {}
     for who in running:
-        lines += [f"{who}, whose log is {logs[who.rank]}, is at:", stacks.get(who.rank) or NO_STACK]
+        same.setdefault(stacks.get(who.rank) or NO_STACK, []).append(who)
+    for stack, workers in same.items():
+        log = logs[workers[0].rank]
+        if len(workers) == 1:
+            lines += [f"{workers[0]}, whose log is {log}, is at:", stack]
+        else:
+            ranks = _ranges([who.rank for who in workers])
+            lines += [f"Ranks {ranks} ({workers[0].role}), the first of whose logs is {log}, are at:", stack]
     return DeadlineError("\n".join(lines), hint=f"Raise {setting} if this needs longer.")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as ranges.
+
+    >>> _ranges([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, each)) for each in ranges)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 import anygauge
 from anygauge import Config
-from anygauge.api.call import Call
+from anygauge.api.call import Call, check_keywords
 from anygauge.api.rewards import import_path
 from anygauge.config import load_config
 from anygauge.plugins import load_plugins
@@ -104,6 +105,27 @@ def test_prompts_that_are_no_list(prompts: Any) -> None:
 def test_a_function_that_cannot_be_called_after_a_step_is_refused_before_the_first() -> None:
     with pytest.raises(ConfigError, match=r"on_step cannot be called(?s:.*)def on_step\(step, metrics\)"):
         anygauge.train("m", on_step=lambda step: None)  # type: ignore[arg-type,misc]
+
+
+def test_a_keyword_that_is_like_an_argument_is_refused_with_its_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"generate\(\) has no argument 'max_tokens'; did you mean max_new_to"
+    ):
+        anygauge.generate("model", ["1+2="], max_tokens=4)
+    with pytest.raises(ConfigError, match=r"train\(\) has no argument 'on_steps'; did you mean on_step\?"):
+        anygauge.train("model", on_steps=print)
+    with pytest.raises(ConfigError, match=r"evaluate\(\) has no argument 'checkpoints'; did you mean checkp"):
+        anygauge.evaluate("model", checkpoints="runs/first")
+    for name in ("train", "train.lr", "steps", "reward_funcs", "learning_rate"):
+        check_keywords(anygauge.train, {name: 1})
+
+
+def test_a_wrong_config_object_is_the_error_of_a_file() -> None:
+    with pytest.raises(ConfigError, match=r"run\.nam: found 'x'; unknown key; did you mean run\.name"):
+        Config(run={"nam": "x"}, model="model", data={"train": ["rows.jsonl"]})  # type: ignore[arg-type]
+    tree = {"run": {"name": "x", "steps": "5"}, "model": "model", "data": {"train": ["rows.jsonl"]}}
+    with pytest.raises(ValidationError, match="steps"):  # a string is no number there
+        Config.model_validate_json(json.dumps(tree), strict=True)
 
 
 def test_an_object_that_is_no_model_is_not_printed() -> None:

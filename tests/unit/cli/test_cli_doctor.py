@@ -95,6 +95,14 @@ def test_what_a_probe_prints_does_not_spoil_its_answer(
     assert json.loads(capfd.readouterr().out)["backends"]["cpu"]["status"] == "PASS"
 
 
+def test_an_unknown_backend_is_refused_before_anything_is_probed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", pytest.fail)
+    assert main(["doctor", "--backend", "tpu"]) == 1
+    assert "Unknown backend 'tpu'; known: cpu, cuda, npu." in capsys.readouterr().err
+
+
 def report(**changes: Any) -> dict[str, Any]:
     return {
         "anygauge": "1.0",

@@ -31,3 +31,11 @@ def test_a_model_that_is_nowhere_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "The config has 1 problem:\n  train.dtype: found 'fp16'; must be" in error, "no file was written"
     assert main(["parity", "cpu", "cpu", "--model", "nowhere"]) == 1
     assert "--model nowhere is neither a directory nor a model family." in capsys.readouterr().err
+
+
+def test_a_side_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", "cpu", "cpu:dtype=float32"]) == 1
+    error = capsys.readouterr().err
+    assert "both are cpu, megatron, float32, 1 worker." in error
+    assert "cpu:kernels=reference" in error
+    assert "[AG201]" in error

@@ -100,6 +100,7 @@ def test_bad_override(load: Load, overrides: list[str], text: str) -> None:
             "algorithm.name: found 'grpo'; unknown key; did you mean algorithm.adv",
         ),
         ({"model": 'name = "m"'}, "model.name: found 'm'; unknown key; did you mean model.path?"),
+        ({"train": 'dtype = "fp8"'}, "`anygauge convert --to-bfloat16 DIR OUT` writes a checkpoint in FP8"),
         ({"train": 'dtype = "fp16"'}, 'or "none"; float16 is not supported, and bfloat16 has the same size'),
         ({"train": 'adam_betas = "0.9, 0.99"'}, "must be a valid array: [0.9, 0.99]"),
         ({"trian": ""}, "trian: found {}; unknown key; did you mean train?"),

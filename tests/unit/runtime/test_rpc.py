@@ -54,11 +54,18 @@ def test_consequences_are_listed_afterwards() -> None:
 def test_a_worker_that_shows_no_stack_may_be_stopped() -> None:
     logs = {rank: Path(f"actor-{rank}.log") for rank in WHO}
     error = deadline_error("train", 9.0, list(WHO.values()), {0: "  a stack", 1: ""}, "run.timeout_s", logs)
-    first, second, third = str(error).split("is at:\n")[1:]
-    assert first.startswith("  a stack\nRank 1")
-    for stack in (second, third):
-        assert stack.startswith("  (no stack taken: ")
-        assert "stopped by a signal" in stack
+    first, others = str(error).split(" at:\n")[1:]
+    assert first.startswith("  a stack\nRanks 1-2 (actor), the first of whose logs is actor-1.log, are")
+    assert others.startswith("  (no stack taken: ")
+    assert "stopped by a signal" in others
+
+
+def test_many_workers_are_ranges() -> None:
+    who = [WorkerId(role="actor", rank=rank) for rank in (*range(40), 41, *range(60, 64))]
+    error = str(deadline_error("start", 9.0, who, {}, "run.timeout_s", {0: Path("actor-0.log")}))
+    assert "on 45 worker(s)" in error
+    assert "Ranks 0-39, 41, 60-63 (actor)" in error
+    assert error.count("actor") == 2  # the role, and one log
 
 
 def test_the_original_exception_is_the_cause() -> None:

@@ -6,9 +6,10 @@ The same tree serves every backend: what differs goes into the tables ``[on.cpu]
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ValidationError
 
 from anygauge.config.schema.data import Data, DataFile
 from anygauge.config.schema.evaluation import Eval, EvalDataset
@@ -69,6 +70,9 @@ __all__ = [
 class Config(Section):
     """A run, for any backend."""
 
+    explain: ClassVar[Callable[[ValidationError], Exception]]
+    """Returns the error that names every problem; :mod:`anygauge.config.load` sets it."""
+
     run: Run
     model: Annotated[Model, BeforeValidator(path_alone, json_schema_input_type=Model | str)]
     data: Data
@@ -89,6 +93,17 @@ class Config(Section):
     placement: Placement = Placement()
     cluster: Cluster = Cluster()
     weight_sync: WeightSync = WeightSync()
+
+    if not TYPE_CHECKING:  # where the tables are the arguments
+
+        def __init__(self, **tables: Any) -> None:
+            try:
+                super().__init__(**tables)
+            except ValidationError as error:
+                raise Config.explain(error) from None
+
+        # Without it pydantic would validate trees and JSON through this function, and never strictly.
+        __init__.__pydantic_base_init__ = True
 
     @property
     def has_engines_apart(self) -> bool:

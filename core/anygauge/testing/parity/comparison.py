@@ -16,9 +16,10 @@ from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.model_worker import load_model_config
 from anygauge.testing.parity.differences import Difference, limits_of
-from anygauge.testing.parity.sides import Side
+from anygauge.testing.parity.sides import REFERENCE, Side
+from anygauge_hooks.errors import ConfigError
 
-__all__ = ["LoadedSide", "compare_sides", "load_side"]
+__all__ = ["LoadedSide", "check_apart", "compare_sides", "load_side"]
 
 _WORKER = "anygauge.testing.parity.worker:ParityWorker"
 _DEFAULTS: Mapping[str, Any] = {"placement.launcher": "local", "run.timeout_s": 3600.0}
@@ -57,6 +58,23 @@ def load_side(side: Side, model: Path, plugins: Plugins, *, trust_remote_code: b
         model, engine, plugins, backend, trust_remote_code=trust_remote_code, settings=settings
     )
     return LoadedSide(side, loaded)
+
+
+def check_apart(a: LoadedSide, b: LoadedSide) -> None:
+    """Refuse sides that would compute the same in the same way.
+
+    :raises ConfigError: Nothing tells them apart.
+    """
+    if (a.loaded.backend, a.side.kernels, a.loaded.config) == (
+        b.loaded.backend,
+        b.side.kernels,
+        b.loaded.config,
+    ):
+        raise ConfigError(
+            f"A is {a.side.text!r} and B is {b.side.text!r}: both are {a}.",
+            hint="Let them differ in the backend, or in one of kernels, engine, dtype, workers and the "
+            f"parallel sizes, such as {b.side.backend}:kernels={REFERENCE}.",
+        )
 
 
 def compare_sides(
