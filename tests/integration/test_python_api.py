@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 import anygauge
@@ -213,6 +214,26 @@ def test_an_interrupt_ends_a_script_and_its_processes(
     ready = next(line.split() for line in printed if line.startswith("ready"))
     assert int(ready[1]) > 0
     assert printed[-1] == "interrupted interrupted 0 True True\n", "".join(printed)
+
+
+@forked
+def test_the_uploads_of_the_guide_find_complete_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "howto.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert "EVERY = 100\n" in code
+    tiny_recipe(tmp_path, run__directory="runs", run__steps=3, run__report=False)
+    uploads: list[tuple[str, bool]] = []
+
+    def upload_folder(*positional: Any, **options: Any) -> None:
+        arguments = inspect.signature(huggingface_hub.HfApi.upload_folder).bind(None, *positional, **options)
+        path = Path(arguments.arguments["folder_path"])
+        uploads.append((path.name, any(path.glob("*.safetensors"))))
+
+    monkeypatch.setattr(huggingface_hub, "upload_folder", upload_folder)
+    exec(code.replace("EVERY = 100\n", "EVERY = 1\n"), {"__name__": "guide"})
+    assert uploads == [("hf-step-1", True), ("hf-step-2", True), ("hf", True)]
 
 
 def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
