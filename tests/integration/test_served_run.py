@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,9 +22,10 @@ from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 from anygauge.trainer import run as run_module
 from anygauge.trainer import start as start_module
+from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import ConfigError, WorkerDiedError
 from anygauge_hooks.rl import Group
-from anygauge_hooks.types import RunInfo
+from anygauge_hooks.types import NamedFunction, RunInfo
 from anygauge_tests.fake_engine.installed import install_fake_engine
 from anygauge_tests.observer import Observer, run_with_observer
 from anygauge_tests.recipe import tiny_recipe
@@ -312,6 +315,33 @@ def test_trainers_and_servers_on_one_device_take_turns(
     assert slept >= {"sleep", "wake_up", "train", "weight_sync", "save"}
     for rank in range(2):
         assert {phase.name for row, phase in timeline if row == ("engine", rank)} >= {"generate", "asleep"}
+
+
+class Interrupter(Observer):
+    """Interrupts the run as samples of its second step are scored."""
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        return [NamedFunction(name="length", fn=self.length, inline=True)]
+
+    def length(self, response: str) -> float:
+        if len(self.metrics) == 1:
+            self.metrics.clear()
+            os.kill(os.getpid(), signal.SIGINT)
+        return float(len(response) % 3)
+
+
+def test_an_interrupted_rollout_ends_and_the_trainers_wake_up_to_save_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "plugin", ["", ""], monkeypatch)
+    keys: dict[str, Any] = {"placement__colocated": True, "placement__train_workers": 2, "save__every": 100}
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Interrupter(), **keys, reward__function="length")
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
+    observer = Observer()
+    assert run(tmp_path, observer, **keys, run__resume=True, run__accept_changes=["reward"]).step == 3
+    assert versions(observer.groups) == [{1}, {2}]
 
 
 def test_servers_are_shown_the_images_that_are_trained_on(
