@@ -1,6 +1,6 @@
 """Make the inputs of ``examples/shapes_vlm.toml``: pictures, a tokenizer of words, and random weights.
 
-Each picture shows one to four shapes of one kind, of any size, place and colour; the answer says how many,
+Each picture shows one to four shapes of one kind, of any size, place and color; the answer says how many,
 and of what kind: ``3 circles``. One in twelve guesses is right. The pictures of each file are drawn with a
 seed of their own and lie in the rows, as the bytes of PNGs.
 
@@ -43,13 +43,13 @@ def draw(rng: random.Random, kind: str, count: int) -> Image.Image:
         left = cell % 3 * CELL + rng.randint(0, CELL - size - 1)
         top = cell // 3 * CELL + rng.randint(0, CELL - size - 1)
         box = (left, top, left + size, top + size)
-        colour = (rng.randint(0, 140), rng.randint(0, 140), rng.randint(0, 140))
+        color = (rng.randint(0, 140), rng.randint(0, 140), rng.randint(0, 140))
         if kind == "circle":
-            pen.ellipse(box, fill=colour)
+            pen.ellipse(box, fill=color)
         elif kind == "square":
-            pen.rectangle(box, fill=colour)
+            pen.rectangle(box, fill=color)
         else:
-            pen.polygon([(left, box[3]), (box[2], box[3]), (left + size // 2, top)], fill=colour)
+            pen.polygon([(left, box[3]), (box[2], box[3]), (left + size // 2, top)], fill=color)
     return picture
 
 

@@ -199,10 +199,10 @@ def test_the_page_loads_without_an_error_and_draws_every_point(report: Path, bro
     figure = re.search(r'<figure[^>]*id="chart-reward".*?</figure>', done.stdout, re.S)
     assert figure is not None
     layers = re.findall(r'<path class="(\w+) c(\d)" data-points="(\d+)" d="([^"]*)"', figure[0])
-    drawn = {(kind, colour): len(re.findall("[ML]", path)) for kind, colour, _, path in layers}
+    drawn = {(kind, color): len(re.findall("[ML]", path)) for kind, color, _, path in layers}
     assert drawn == {
-        **{("faint", colour): STEPS for colour in "01"},
-        **{("line", colour): STEPS - 8 for colour in "01"},  # a mean of nine points
+        **{("faint", color): STEPS for color in "01"},
+        **{("line", color): STEPS - 8 for color in "01"},  # a mean of nine points
         **{("line", "2"): 4, ("dots", "2"): 4},
     }
 

@@ -242,7 +242,7 @@ def test_the_named_tests_pass(tmp_path: Path) -> None:
     [
         ("backends/npu/anygauge_npu/device.py", "NpuDevice", True),
         ("backends/npu/anygauge_npu/device.py", "NpuDevice.type", True),
-        ("backends/npu/anygauge_npu/device.py", "NpuDevice.colour", False),
+        ("backends/npu/anygauge_npu/device.py", "NpuDevice.color", False),
         ("backends/npu/anygauge_npu/plugin.py", "NPU", True),
         ("backends/npu/anygauge_npu/nowhere.py", "NPU", False),
     ],

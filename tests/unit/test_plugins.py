@@ -126,7 +126,7 @@ def report_environment():
         ("import no_such_library", "No module named 'no_such_library'"),
         ("raise SyntaxError('bad')", "bad"),
         (GOOD.replace("report_environment", "report_environmant"), "unknown hook 'report_environmant'"),
-        (GOOD.replace("report_environment()", "report_environment(colour)"), "colour"),
+        (GOOD.replace("report_environment()", "report_environment(color)"), "color"),
     ],
 )
 def test_a_broken_plugin_is_kept_with_its_reason_and_the_others_load(
@@ -167,8 +167,8 @@ def test_a_misspelt_hook_is_answered_with_the_closest_one(plugins: Plugins) -> N
 
 
 def test_a_wrong_argument_names_the_plugin_and_the_argument(plugins: Plugins) -> None:
-    with pytest.raises(PluginError, match=r"'odd' breaks the contract(.|\n)*colour"):
-        plugins.register(plugin(after_train=lambda run, colour: None), "odd")
+    with pytest.raises(PluginError, match=r"'odd' breaks the contract(.|\n)*color"):
+        plugins.register(plugin(after_train=lambda run, color: None), "odd")
 
 
 # -------------------------------------------------------------------------
@@ -532,11 +532,11 @@ def test_a_third_party_adds_hooks_whatever_the_order(plugins: Plugins) -> None:
 
 
 def test_an_argument_that_an_added_hook_has_not_is_refused_whatever_the_order(plugins: Plugins) -> None:
-    wrong = plugin(register_goods=lambda colour: [])
+    wrong = plugin(register_goods=lambda color: [])
     shop = SimpleNamespace(describe_plugin=described(hookspecs=[Shop]))
     errors = plugins.register_all({"wrong": wrong, "shop": shop})
     assert list(errors) == ["wrong"]
-    assert "colour" in str(errors["wrong"])
+    assert "color" in str(errors["wrong"])
 
 
 def test_two_plugins_may_add_the_same_hooks_but_not_others_of_that_name(plugins: Plugins) -> None:

@@ -35,8 +35,8 @@ WriteRows = Callable[..., Path]
 STOPS = ["</assistant>"]
 
 
-def picture(width: int = 24, height: int = 16, colour: Any = (200, 30, 30), mode: str = "RGB") -> Image.Image:
-    return Image.new(mode, (width, height), colour)
+def picture(width: int = 24, height: int = 16, color: Any = (200, 30, 30), mode: str = "RGB") -> Image.Image:
+    return Image.new(mode, (width, height), color)
 
 
 def png(image: Image.Image, **options: Any) -> bytes:
@@ -165,7 +165,7 @@ def test_bytes_of_parquet_are_read(bench: Bench, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    images = [[{"bytes": png(picture(colour=(shade, 0, 0))), "path": None}] for shade in (1, 2)]
+    images = [[{"bytes": png(picture(color=(shade, 0, 0))), "path": None}] for shade in (1, 2)]
     table = pa.table({"prompt": ["<image>a", "<image>b"], "images": images, "blob": [b"x", b"y"]})
     pq.write_table(table, tmp_path / "train.parquet")
     first, second = bench.open(tmp_path / "train.parquet").next(2)
@@ -499,7 +499,7 @@ def test_prompts_of_an_earlier_part_of_a_run_are_decoded_again(
     resumed = bench.open(rows)
     resumed.adopt([before])
     assert bench.store.has(before.media[0].key)
-    (tmp_path / "one.png").write_bytes(png(picture(colour=(0, 0, 0))))
+    (tmp_path / "one.png").write_bytes(png(picture(color=(0, 0, 0))))
     with pytest.raises(MediaError, match=r"train.jsonl:1: image \(one.png\) has changed"):
         bench.open(rows).adopt([before])
 

@@ -29,7 +29,7 @@ from anygauge.observability.distributions import value_counts
 from anygauge.observability.phases import PhaseTime, Row
 from anygauge.observability.report import REPORT_FILE, write_report
 from anygauge.observability.report.catalog import SECTIONS, SFT_SECTIONS
-from anygauge.observability.report.charts import COLOURS, MOST_POINTS
+from anygauge.observability.report.charts import COLORS, MOST_POINTS
 from anygauge.observability.report.histograms import draw_histograms
 from anygauge.observability.report.page import render_page
 from anygauge.observability.report.run_files import read_run
@@ -302,10 +302,10 @@ def test_a_long_series_is_drawn_with_few_points(make_run: MakeRun) -> None:
     assert all(100 < len(points) <= MOST_POINTS for points in drawn)
 
 
-def test_more_series_than_colours_are_named(make_run: MakeRun) -> None:
-    names = [f"eval/set{index:02}" for index in range(COLOURS + 2)]
+def test_more_series_than_colors_are_named(make_run: MakeRun) -> None:
+    names = [f"eval/set{index:02}" for index in range(COLORS + 2)]
     page = Page(write_report(make_run(rows(3, names))))
-    assert len(page.all_of("path", "dots")) == 2 * COLOURS  # among the rewards, and alone
+    assert len(page.all_of("path", "dots")) == 2 * COLORS  # among the rewards, and alone
     assert "Not drawn: set08, set09." in page.text()
 
 

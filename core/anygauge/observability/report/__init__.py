@@ -13,7 +13,7 @@ __all__ = ["MOST_RUNS", "REPORT_FILE", "write_comparison", "write_report"]
 REPORT_FILE = "report.html"
 """Name of the page in the run directory."""
 MOST_RUNS = 8
-"""Runs that one page compares: as many as there are colours."""
+"""Runs that one page compares: as many as there are colors."""
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:

@@ -20,7 +20,7 @@ from anygauge.observability.report.scale import (
 )
 
 __all__ = [
-    "COLOURS",
+    "COLORS",
     "MOST_POINTS",
     "Chart",
     "Layer",
@@ -37,7 +37,7 @@ __all__ = [
 
 MOST_POINTS = 590
 """Most points of one series in a drawing; the page's data have them all."""
-COLOURS = 8
+COLORS = 8
 """Series that one chart tells apart; further ones are named below it."""
 _SMOOTHED = 100
 """A series of more points is drawn as a smoothed line over faint points."""
@@ -60,7 +60,7 @@ class Layer:
 
     kind: str
     """``line``, ``faint`` (dots behind a smoothed line), ``dots`` or ``area``."""
-    colour: int
+    color: int
     path: str
     points: int
 
@@ -72,7 +72,7 @@ class Line:
     metric: str
     """Empty for one that is no metric of the page, and has no read-out."""
     label: str
-    colour: int
+    color: int
     marked: bool = False
 
 
@@ -141,7 +141,7 @@ def all_steps(metrics: Metrics) -> Range:
 
 
 def _draw(spec: ChartSpec, lines: Sequence[Line], metrics: Metrics, steps: Range) -> Chart:
-    shown = lines[:COLOURS]
+    shown = lines[:COLORS]
     values = [value for line in shown for _, value in metrics.series[line.metric].numbers]
     y = value_range(values, spec.floor, spec.ceiling)
     return Chart(
@@ -156,7 +156,7 @@ def _draw(spec: ChartSpec, lines: Sequence[Line], metrics: Metrics, steps: Range
         layers=[each for line in reversed(shown) for each in _layers(line, metrics, steps, y)],
         lines=shown,
         wide=spec.wide,
-        notes=[*outside(values, y), *_too_many(lines[COLOURS:])],
+        notes=[*outside(values, y), *_too_many(lines[COLORS:])],
     )
 
 
@@ -180,16 +180,16 @@ def _layers(line: Line, metrics: Metrics, x: Range, y: Range) -> Iterator[Layer]
     points = metrics.series[line.metric].points
     if line.marked or len(points) <= _SMOOTHED:
         kept = thin(points, MOST_POINTS)
-        yield Layer("line", line.colour, line_path(kept, x, y), len(kept))
+        yield Layer("line", line.color, line_path(kept, x, y), len(kept))
         if line.marked:
-            yield Layer("dots", line.colour, dots_path(kept, x, y), len(kept))
+            yield Layer("dots", line.color, dots_path(kept, x, y), len(kept))
         return
     kept = thin(points, MOST_POINTS)
-    yield Layer("faint", line.colour, dots_path(kept, x, y), len(kept))
+    yield Layer("faint", line.color, dots_path(kept, x, y), len(kept))
     # Cut to the range, so that one outlier does not lift a whole stretch of the line.
     cut = [(step, value if value is None else min(max(value, y.low), y.high)) for step, value in points]
     smoothed = smooth(cut, max(9, len(points) // 30) | 1, MOST_POINTS)
-    yield Layer("line", line.colour, line_path(smoothed, x, y), len(smoothed))
+    yield Layer("line", line.color, line_path(smoothed, x, y), len(smoothed))
 
 
 def step_ticks(x: Range) -> list[Tick]:

@@ -29,7 +29,7 @@ _MOMENTARY = ("command", "memory")
 
 
 def render_comparison(runs: Sequence[RunFiles], now: datetime | None = None) -> str:
-    """Return the page that compares runs; each has its colour.
+    """Return the page that compares runs; each has its color.
 
     :param runs: Two or more.
     :param now: Time of creation; default: now.

@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 from anygauge.observability.report.catalog import phase_metrics
 from anygauge.observability.report.charts import (
-    COLOURS,
+    COLORS,
     MOST_POINTS,
     Chart,
     Layer,
@@ -39,7 +39,7 @@ class PhaseRow:
 
 def draw_phases(metrics: Metrics) -> Chart | None:
     """Draw the time of each step as areas, one on another, for each phase that was recorded."""
-    phases = phase_metrics(metrics.series)[:COLOURS]
+    phases = phase_metrics(metrics.series)[:COLORS]
     steps = sorted({step for name, _ in phases for step in metrics.series[name].steps})
     if not steps:
         return None
@@ -48,9 +48,9 @@ def draw_phases(metrics: Metrics) -> Chart | None:
     columns = [_means(metrics.series[name], stretches) for name, _ in phases]
     tops = [[0.0] * len(stretches), *accumulate(columns, _add)]
     x, y = all_steps(metrics), Range(0.0, value_range(tops[-1], floor=0.0).high)
-    centres = [fmean(stretch) for stretch in stretches]
-    lines = [Line(name, label, colour) for colour, (name, label) in enumerate(phases)]
-    areas = [area_path(centres, lower, upper, x, y) for lower, upper in pairwise(tops)]
+    centers = [fmean(stretch) for stretch in stretches]
+    lines = [Line(name, label, color) for color, (name, label) in enumerate(phases)]
+    areas = [area_path(centers, lower, upper, x, y) for lower, upper in pairwise(tops)]
     return Chart(
         key="phases",
         title="Time of a step by phase",
@@ -60,7 +60,7 @@ def draw_phases(metrics: Metrics) -> Chart | None:
         y=y,
         x_ticks=step_ticks(x),
         y_ticks=value_ticks(y),
-        layers=[Layer("area", colour, area, len(centres)) for colour, area in enumerate(areas)],
+        layers=[Layer("area", color, area, len(centers)) for color, area in enumerate(areas)],
         lines=lines,
         wide=True,
         notes=list(outside(tops[-1], y)),

@@ -94,15 +94,15 @@ def check_run(directory: Path) -> None:
     if not directory.is_dir():
         reason = "it is a file" if directory.exists() else "it does not exist"
         raise CheckpointError(
-            f"{directory} is not a run directory: {reason}.", hint=_neighbours(directory.parent)
+            f"{directory} is not a run directory: {reason}.", hint=_neighbors(directory.parent)
         )
     raise CheckpointError(
         f"{directory} is not a run directory: it has neither {', '.join(marks[:-1])} nor {marks[-1]}.",
-        hint=_neighbours(directory),
+        hint=_neighbors(directory),
     )
 
 
-def _neighbours(directory: Path) -> str:
+def _neighbors(directory: Path) -> str:
     """Return what to name instead: the run directories below one, latest first."""
     runs = [path.parent for path in directory.glob(f"*/{CONFIG_FILE}")] if directory.is_dir() else []
     runs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
