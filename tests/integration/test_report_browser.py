@@ -42,6 +42,7 @@ addEventListener("load", () => {
   box.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY: top + 5, bubbles: true }));
   document.querySelector("[data-move='-1']").click();
   const text = (selector) => [...document.querySelectorAll(selector)].map((e) => e.textContent);
+  const values = text("#chart-reward output");
   const step = text(".stepper output"), steps = () => text("details.step:not([hidden]) > summary").length;
   const shown = steps(), search = document.querySelector("[type=search]");
   const tokens = document.querySelector("details.step:not([hidden]) details.tokens");
@@ -63,10 +64,50 @@ addEventListener("load", () => {
   const kept = [
     reloads(() => {}),
     reloads(() => { range.value = range.max; folded.open = true; }),
-    reloads(() => { folded.open = false; }),
+    reloads(() => { folded.open = false; document.querySelector("[name=to]").value = "5"; }),
+    reloads(() => { document.querySelector("[name=to]").value = ""; }),
   ];
+  const drawn = ({ x, from = "", to = "" }) => {
+    const [choice, ...fields] = document.querySelectorAll(".controls select, .controls input");
+    [choice.value, fields[0].value, fields[1].value] = [x, from, to];
+    fields[1].dispatchEvent(new Event("change", { bubbles: true }));
+    return text("#chart-entropy .x span");
+  };
+  const pointer = (type, step) => {
+    const clientX = left + (width * (step - 1)) / 119;
+    const place = { clientX, clientY: top + 5, pointerType: "mouse", bubbles: true };
+    box.dispatchEvent(new PointerEvent(type, place));
+  };
+  const points = (id) => [...document.querySelectorAll(`#chart-${id} svg > path`)].map((path) => {
+    return [path.getAttribute("class"), path.getAttribute("d").match(/[ML]/g).length];
+  });
+  const charts = () => {
+    const parts = [...document.querySelectorAll(".chart svg, .x, .y, .left-out")];
+    return parts.map((part) => part.innerHTML).join("");
+  };
+  const before = charts(), log = document.querySelector("#chart-loss .log"), changed = {};
+  changed.seconds = drawn({ x: "seconds" });
+  changed.tokens = drawn({ x: "tokens" });
+  changed.faint = points("entropy");
+  pointer("pointermove", 50);
+  changed.at = text("#chart-reward .at output");
+  changed.cursor = Math.round(parseFloat(box.querySelector(".cursor").style.left));
+  pointer("pointerleave", 50);
+  drawn({ x: "steps" });
+  ["pointerdown", "pointermove", "pointerup"].forEach((type, index) => pointer(type, [8, 40, 106][index]));
+  changed.zoomed = text("#chart-entropy .x span, #chart-entropy .y span, #chart-entropy .left-out");
+  changed.floor = document.querySelector("#chart-entropy .y span").style.bottom;
+  changed.points = [points("entropy"), points("phases").length];
+  changed.kept = JSON.parse(sessionStorage.getItem(`anygauge ${location.pathname}`));
+  document.querySelector(".controls button").click();
+  log.click();
+  changed.log = [log.getAttribute("aria-pressed"), ...text("#chart-loss .y span, #chart-loss .left-out")];
+  changed.differs = charts() !== before;
+  log.click();
+  changed.restored = charts() === before;
   document.documentElement.dataset.seen = JSON.stringify({
-    values: text("#chart-reward output"),
+    changed,
+    values,
     step,
     shown,
     found,
@@ -80,6 +121,7 @@ addEventListener("load", () => {
 </script></body>"""
 LISTEN = """<head><script>
   window.seen = [];
+  Element.prototype.setPointerCapture = () => {};  // knows no pointer that a script moves
   addEventListener("error", (e) => window.seen.push(e.message));
   window.setInterval = (tick) => { window.tick = tick; };
   window.reloads = 0;
@@ -153,7 +195,7 @@ def metrics(step: int) -> dict[str, float]:
     return {
         "train/loss": math.sin(step),
         "train/ppo_kl": 0.01,
-        "train/entropy_loss": 1 / step,
+        "train/entropy_loss": 1 / step if step != 90 else 1e6,
         "rollout/raw_reward": reward,
         "rollout/reward": reward - 0.125,
         "rollout/response_len/mean": 100 + step,
@@ -231,7 +273,34 @@ def test_the_pointer_reads_values_and_samples_change_by_step(
     dom = browse(probed, "--dump-dom", "--window-size=500,900").stdout
     attribute = re.search(r'data-seen="([^"]*)"', dom)
     assert attribute is not None
-    assert json.loads(unescape(attribute[1])) == {
+    seen = json.loads(unescape(attribute[1]))
+    lost = sum(metrics(step)["train/loss"] <= 0 for step in range(1, STEPS + 1))
+    assert seen.pop("changed") == {
+        "seconds": ["1 min", "2 min", "3 min", "4 min"],
+        "tokens": ["50k", "100k", "150k", "200k", "250k"],
+        "faint": [["faint c0", STEPS], ["line c0", STEPS - 8]],
+        "at": ["52 \N{MIDDLE DOT} 107k tokens"],
+        "cursor": 41,  # at 106,756 of 2,002 to 254,520 tokens
+        "zoomed": [
+            "1 point is outside this range.",
+            "0",
+            "0.05",
+            "0.1",
+            "0.15",
+            *map(str, range(20, 101, 20)),
+        ],
+        "floor": "0%",  # no room below 0 for values that are never negative
+        "points": [[["line c0", 101]], 3],  # of 99 steps, and of the next ones on both sides
+        "kept": {"x": "steps", "from": 8, "to": 106, "log": []},
+        "log": [
+            "true",
+            f"{lost} points are not above 0 and not shown.",
+            *("0.02", "0.05", "0.1", "0.2", "0.5", "1"),
+        ],
+        "differs": True,
+        "restored": True,
+    }
+    assert seen == {
         "values": ["50", "0.3906", "0.2656", "0.15"],
         "step": ["step 119"],
         "shown": 1,
@@ -241,7 +310,7 @@ def test_the_pointer_reads_values_and_samples_change_by_step(
             ["360 of 360 samples", 120, 360],
             ["", 1, 360],
         ],
-        "kept": [0, 0, 1],  # not while an earlier step is shown, or something is open
+        "kept": [0, 0, 0, 1],  # not while an earlier step is shown, something is open or typed
         "tokens": [["token", "<b>"], ["given", " \\x00"], ["token broken", " <b>"]],
         "resources": [],
         "overflow": 0,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
 from anygauge.observability.report.catalog import eval_losses, eval_means, phase_metrics
-from anygauge.observability.report.metrics_file import page_data, read_metrics
+from anygauge.observability.report.metrics_file import Metrics, page_data, read_metrics
 from anygauge.observability.report.scale import (
     Range,
     format_number,
@@ -89,6 +89,26 @@ def test_data_above_the_bound_are_thinned_and_keep_their_end(path: Path) -> None
     assert data["every"] == 3
     assert column == data["axes"][axis] == list(range(1, 2501, 3))
     assert len(data["metrics"]["eval/math"][1]) == 25
+
+
+def test_each_axis_has_the_tokens_and_seconds_up_to_its_steps(path: Path) -> None:
+    tracker = JsonlTracker(path)
+    tracker.log({"eval/math": 0.0}, step=0)
+    for step, seconds in ((1, 2.0), (2, 3.0), (3, 1e300), (2, 4.0), (4, 0.25)):
+        tracker.log({"perf/step_time": seconds, "perf/tokens_per_s": 10.0}, step=step)
+    tracker.log({"eval/math": 1.0}, step=3)
+    tracker.log({"eval/math": 1.0}, step=9)
+    tracker.close()
+    metrics = read_metrics(path)
+    data = page_data(metrics)
+    assert data["axes"] == [[0, 3, 9], [1, 2, 3, 4]]
+    assert data["spent"] == {
+        "tokens": [[0.0, 60.0, 62.5], [20.0, 60.0, 60.0, 62.5]],
+        "seconds": [[0.0, 6.0, 6.25], [2.0, 6.0, 6.0, 6.25]],
+    }
+    untimed = Metrics({"other": metrics.series["eval/math"]})
+    both = page_data(metrics, untimed)
+    assert (len(both["axes"]), both["spent"]) == (3, {})  # equal steps of two runs are two axes
 
 
 # -------------------------------------------------------------------------

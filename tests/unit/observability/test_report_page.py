@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import os
@@ -213,7 +215,8 @@ def test_nothing_is_loaded_from_anywhere(make_run: MakeRun) -> None:
 def test_a_policy_lets_only_its_own_script_run(make_run: MakeRun) -> None:
     page = Page(write_report(make_run()))
     (policy,) = [a["content"] or "" for _, a in page.elements if "http-equiv" in a]
-    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-")
+    own = base64.b64encode(hashlib.sha256(page.script(1).encode()).digest()).decode()
+    assert policy.startswith(f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'; ")
     assert [a for t, a in page.elements if t == "script"] == [{"type": "application/json", "id": "data"}, {}]
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
 
@@ -256,6 +259,19 @@ def test_a_chart_without_its_metrics_is_named_and_not_drawn(chart: Any, make_run
     assert f"chart-{chart.key}" not in page.ids()
     (note,) = [text for _, text in page.texts if "Not recorded" in text and chart.title in text]
     assert note
+
+
+def test_controls_wait_for_the_script_and_know_the_ranges(make_run: MakeRun) -> None:
+    page = Page(write_report(make_run(rows(5))))
+    assert [a["hidden"] for a in page.all_of("div", "controls")] == [None]
+    figures = {a["id"]: a for a in page.all_of("figure", "chart")}
+    assert {figure["data-x"] for figure in figures.values()} == {"1 5"}
+    assert all(len((figure["data-y"] or "").split()) == 2 for figure in figures.values())
+    stacked = [name for name, figure in figures.items() if "data-stacked" in figure]
+    assert stacked == ["chart-phases"]
+    buttons = page.all_of("button", "log")
+    assert len(buttons) == len(figures) - 1
+    assert all("hidden" in button for button in buttons)
 
 
 def test_an_sft_run_shows_its_losses_and_no_reward_where_there_is_none(make_run: MakeRun) -> None:

@@ -92,6 +92,9 @@ class Chart:
     lines: Sequence[Line]
     wide: bool = False
     notes: Sequence[str] = ()
+    left_out: str = ""
+    """A sentence about values that the range leaves out."""
+    is_stacked: bool = False
     over_steps: bool = True
     """Whether steps are on the axis, and the page can read out the values of one."""
 
@@ -156,7 +159,8 @@ def _draw(spec: ChartSpec, lines: Sequence[Line], metrics: Metrics, steps: Range
         layers=[each for line in reversed(shown) for each in _layers(line, metrics, steps, y)],
         lines=shown,
         wide=spec.wide,
-        notes=[*outside(values, y), *_too_many(lines[COLORS:])],
+        notes=list(_too_many(lines[COLORS:])),
+        left_out=outside(values, y),
     )
 
 
@@ -204,13 +208,14 @@ def value_ticks(y: Range) -> list[Tick]:
     return [Tick(100 * y.fraction(t), text) for t, text in zip(ticks, tick_labels(ticks), strict=True)]
 
 
-def outside(values: Sequence[float], y: Range) -> Iterator[str]:
-    """Yield a sentence about the values that a range leaves out, if there are any."""
+def outside(values: Sequence[float], y: Range) -> str:
+    """Return a sentence about the values that a range leaves out, or nothing."""
     left_out = [value for value in values if not y.low <= value <= y.high]
-    if left_out:
-        count = f"{len(left_out)} points are" if len(left_out) > 1 else "1 point is"
-        farthest = max(left_out, key=lambda value: max(value - y.high, y.low - value))
-        yield f"{count} outside this range, the farthest at {format_number(farthest)}."
+    if not left_out:
+        return ""
+    count = f"{len(left_out)} points are" if len(left_out) > 1 else "1 point is"
+    farthest = max(left_out, key=lambda value: max(value - y.high, y.low - value))
+    return f"{count} outside this range, the farthest at {format_number(farthest)}."
 
 
 def _too_many(lines: Sequence[Line]) -> Iterator[str]:

@@ -35,12 +35,17 @@ def render_comparison(runs: Sequence[RunFiles], now: datetime | None = None) -> 
     :param now: Time of creation; default: now.
     """
     created_at, names = now or datetime.now(UTC), _names(runs)
-    series = {
-        _key(index, name): each for index, run in enumerate(runs) for name, each in run.metrics.series.items()
-    }
-    sections = draw_sections(Metrics(series), list(_sections(runs, names)))
+    series = [
+        {_key(index, name): each for name, each in run.metrics.series.items()}
+        for index, run in enumerate(runs)
+    ]
+    every = {name: each for own in series for name, each in own.items()}
+    sections = draw_sections(Metrics(every), list(_sections(runs, names)))
     drawn = {line.metric for section in sections for chart in section.charts for line in chart.lines}
-    shown = Metrics({name: series[name] for name in series if name in drawn})
+    shown = [
+        replace(run.metrics, series={name: each for name, each in own.items() if name in drawn})
+        for run, own in zip(runs, series, strict=True)
+    ]
     views = [
         {"name": name, "badge": badge(run), "verdict": verdict(run, created_at)}
         for name, run in zip(names, runs, strict=True)
@@ -52,9 +57,9 @@ def render_comparison(runs: Sequence[RunFiles], now: datetime | None = None) -> 
         "differences": list(_differences([flatten(run.config) for run in runs], _OWN)),
         "hosts": list(_differences([run.environment for run in runs], _MOMENTARY)),
         "sections": sections,
-        "last": {name: last_value(each) for name, each in shown.series.items()},
+        "last": {name: last_value(each) for own in shown for name, each in own.series.items()},
     }
-    return render("compare.html", content, page_data(shown), created_at)
+    return render("compare.html", content, page_data(*shown), created_at)
 
 
 def _key(run: int, metric: str) -> str:

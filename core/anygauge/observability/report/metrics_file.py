@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ __all__ = ["MOST_NUMBERS", "Metrics", "Series", "page_data", "read_metrics"]
 MOST_NUMBERS = 150_000
 """Most numbers in a page, about 3 MB. A longer run is thinned in the page, and complete in the file."""
 _LARGEST = 1e290
+_LONGEST_STEP = 1e12
+"""Seconds, and tokens a second, that are not believed of a step."""
 _SHORT = 1000
 """Series of up to so many points are never thinned."""
 
@@ -46,6 +50,8 @@ class Metrics:
     series: Mapping[str, Series]
     broken_lines: int = 0
     """Lines that are no JSON object, such as one that a kill cut short."""
+    spent: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """``tokens`` and ``seconds`` of all steps up to each step, as far as the run recorded them."""
 
     @property
     def last_step(self) -> int:
@@ -77,25 +83,52 @@ def read_metrics(path: Path) -> Metrics:
                 broken += bool(line.strip())
             else:
                 _add(points, row)
-    return Metrics({name: _series(values) for name, values in points.items()}, broken)
+    series = {name: _series(values) for name, values in points.items()}
+    return Metrics(series, broken, _spent(series))
 
 
-def page_data(metrics: Metrics, most: int = MOST_NUMBERS) -> dict[str, Any]:
-    """Return all metrics as JSON types, with each distinct step axis once.
+def _spent(series: Mapping[str, Series]) -> dict[str, dict[int, float]]:
+    """Sum up tokens and seconds of the steps, those of a repeated step once."""
+    seconds, rates = (_credible(series.get(f"perf/{name}")) for name in ("step_time", "tokens_per_s"))
+    tokens = {step: value * rates[step] for step, value in seconds.items() if step in rates}
+    totals = {"tokens": tokens, "seconds": seconds}
+    return {
+        name: dict(zip(own, accumulate(own.values()), strict=True)) for name, own in totals.items() if own
+    }
 
-    ``{"every": 1, "axes": [[1, 2]], "metrics": {"train/loss": [0, [0.5, null]]}}`` is one metric on the axis
-    of index 0. ``every`` is above 1 where only each so manieth point of long series is kept.
 
+def _credible(series: Series | None) -> dict[int, float]:
+    points = series.numbers if series else ()
+    return {step: value for step, value in points if 0 <= value < _LONGEST_STEP}
+
+
+def page_data(*runs: Metrics, most: int = MOST_NUMBERS) -> dict[str, Any]:
+    """Return all metrics as JSON types, with each distinct step axis of a run once.
+
+    ``{"every": 1, "axes": [[1, 2]], "spent": {"tokens": [[300, 610]]}, "metrics": {"train/loss": [0, [0.5,
+    null]]}}`` is one metric on the axis of index 0: up to step 2 the run had spent 610 tokens. ``every`` is
+    above 1 where only each so manieth point of long series is kept.
+
+    :param runs: With names that differ.
     :param most: Numbers above which long series are thinned.
     """
-    every = math.ceil(sum(len(series.steps) for series in metrics.series.values()) / most) or 1
-    axes: dict[tuple[int, ...], int] = {}
+    every = math.ceil(sum(len(each.steps) for run in runs for each in run.series.values()) / most) or 1
+    axes: dict[tuple[int, tuple[int, ...]], int] = {}
     columns: dict[str, list[Any]] = {}
-    for name, series in metrics.series.items():
-        kept = _kept(len(series.steps), every)
-        axis = axes.setdefault(series.steps[kept], len(axes))
-        columns[name] = [axis, list(series.values[kept])]
-    return {"every": every, "axes": [list(axis) for axis in axes], "metrics": columns}
+    for index, run in enumerate(runs):
+        for name, series in run.series.items():
+            kept = _kept(len(series.steps), every)
+            axis = axes.setdefault((index, series.steps[kept]), len(axes))
+            columns[name] = [axis, list(series.values[kept])]
+    units = [unit for unit in ("tokens", "seconds") if all(unit in run.spent for run in runs if run.series)]
+    spent = {unit: [_up_to(runs[run].spent[unit], steps) for run, steps in axes] for unit in units}
+    return {"every": every, "axes": [list(steps) for _, steps in axes], "spent": spent, "metrics": columns}
+
+
+def _up_to(totals: Mapping[int, float], steps: Sequence[int]) -> list[float]:
+    """Return the total at each step; 0 before the first."""
+    known, values = list(totals), [0.0, *totals.values()]
+    return [round(values[bisect_right(known, step)], 3) for step in steps]
 
 
 def _kept(length: int, every: int) -> slice:

@@ -40,6 +40,16 @@ if TYPE_CHECKING:
 __all__ = ["last_value", "page_json", "render", "render_page"]
 
 _HERE = Path(__file__).parent
+SCRIPTS = (
+    "scale.js",
+    "paths.js",
+    "view.js",
+    "chart.js",
+    "pointer.js",
+    "controls.js",
+    "samples.js",
+    "live.js",
+)
 LIVE_S = 30
 """Seconds after which the page of a running run reloads itself."""
 
@@ -70,7 +80,7 @@ def render(template: str, content: Mapping[str, Any], data: Any, created_at: dat
 
     :param template: Name of the file.
     """
-    script = (_HERE / "page.js").read_text(encoding="utf-8")
+    script = _script()
     return (
         _templates()
         .get_template(template)
@@ -85,6 +95,13 @@ def render(template: str, content: Mapping[str, Any], data: Any, created_at: dat
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         )
     )
+
+
+@cache
+def _script() -> str:
+    """Return the page's script: its files share one scope, and the names of nothing else."""
+    parts = [(_HERE / name).read_text(encoding="utf-8") for name in SCRIPTS]
+    return '(() => {\n"use strict";\n' + "".join(parts) + "})();\n"
 
 
 @cache

@@ -63,7 +63,8 @@ def draw_phases(metrics: Metrics) -> Chart | None:
         layers=[Layer("area", color, area, len(centers)) for color, area in enumerate(areas)],
         lines=lines,
         wide=True,
-        notes=list(outside(tops[-1], y)),
+        left_out=outside(tops[-1], y),
+        is_stacked=True,
     )
 
 
