@@ -9,6 +9,8 @@ from typing import Any
 
 LINK = re.compile(r"(\]\()(\.\./[^)\s]+)")
 FENCE = re.compile(r"^```(\w+) [^\n]+$", re.M)
+INLINE_CODE = re.compile(r"<code>[^<]+</code>")
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(?=<code>)")
 
 
@@ -27,5 +29,13 @@ def with_repository(target: str, folder: PurePosixPath, files: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show the marks of reStructuredText in docstrings as a reader expects them."""
-    return ROLE.sub("", html).replace("::</p>", ":</p>")
+    """Show the marks of reStructuredText in docstrings as a reader expects them, and options on one line."""
+    html = ROLE.sub("", html).replace("::</p>", ":</p>")
+    return INLINE_CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Say which pages are Chinese: browsers choose fonts by it, and screen readers voices."""
+    return (
+        output.replace('<html lang="en"', '<html lang="zh-CN"', 1) if page.url.startswith("zh/") else output
+    )

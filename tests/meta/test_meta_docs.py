@@ -57,6 +57,19 @@ def test_links_out_of_the_site_lead_to_files_of_the_repository() -> None:
     assert [name for name in targets if not (ROOT / name.partition("#")[0]).is_file()] == []
 
 
+def test_the_site_keeps_options_whole_and_says_which_pages_are_chinese() -> None:
+    pages = runpy.run_path(str(ROOT / "docs/site/pages.py"))
+    html = "<p>--prose <code>train --dry-run --run.steps 2 a--b</code></p><pre><code>x --y\n</code></pre>"
+    option = '<span class="option">{}</span>'.format
+    assert pages["on_page_content"](html) == (
+        f"<p>--prose <code>train {option('--dry-run')} {option('--run.steps')} 2 a--b</code></p>"
+        f"<pre><code>x {option('--y')}\n</code></pre>"
+    )
+    for url, language in (("zh/ascend/", "zh-CN"), ("npu/", "en")):
+        page = pages["on_post_page"]('<html lang="en">', page=SimpleNamespace(url=url))
+        assert page == f'<html lang="{language}">'
+
+
 def test_every_config_key_is_documented() -> None:
     undocumented = [path for path, field in keys() if not (field.description or "").endswith((".", ".)"))]
     assert undocumented == []
