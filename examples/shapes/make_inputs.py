@@ -90,7 +90,7 @@ def write_files(out: Path, files: dict[str, int]) -> None:
 
 
 def swapped(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with the pictures of their neighbours: who does not look is as good there as anywhere."""
+    """Return rows with the pictures of their neighbors: who does not look is as good there as anywhere."""
     pictures = [row["images"] for row in table]
     return [row | {"images": images} for row, images in zip(table, [*pictures[1:], pictures[0]], strict=True)]
 

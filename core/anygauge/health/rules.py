@@ -204,7 +204,7 @@ RULES: tuple[Rule, ...] = (
         advice="logs/scorer.log and the samples in the report have the errors.",
         reason=(
             "Single timeouts happen; more than one sample in twenty means that a kind of prompt or response "
-            "is never learnt from."
+            "is never learned from."
         ),
     ),
     Rule(

@@ -32,7 +32,7 @@ _SHOWN = {
 }
 """Metrics of a step that are shown, with their labels.
 
-Not the loss: with centred advantages and one optimizer step per rollout it is 0 but for rounding. SFT has
+Not the loss: with centered advantages and one optimizer step per rollout it is 0 but for rounding. SFT has
 nothing else.
 """
 _SHOWN_IN_SFT = {"train/loss": "loss", "train/grad_norm": "grad norm"}

@@ -161,7 +161,7 @@ def smooth(points: Sequence[Point], window: int, most: int) -> list[Point]:
     """Return evenly spaced points, each the mean of the numbers in the whole window around it.
 
     There is none within half a window of either end: a narrower window would follow the noise of a few points
-    there, and one that is not centred would lag.
+    there, and one that is not centered would lag.
 
     :param window: Number of points, odd and at most all of them.
     :param most: Points to return at most.

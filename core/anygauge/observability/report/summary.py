@@ -235,7 +235,7 @@ def run_name(files: RunFiles) -> str:
 
 
 def verdict(files: RunFiles, now: datetime) -> list[str]:
-    """Return what came of a run, in sentences: how far it got, what was learnt, and its health."""
+    """Return what came of a run, in sentences: how far it got, what was learned, and its health."""
     now_at = standing(files)
     steps = f"step {now_at.step}" + (f" of {now_at.total}" if now_at.total else "")
     took = f" in {duration}" if (duration := _duration_text(files, now)) else ""
