@@ -209,6 +209,10 @@ def test_nothing_is_loaded_from_anywhere(make_run: MakeRun) -> None:
     styles = "".join(text for tag, text in page.texts if tag == "style")
     assert not re.search(r"url\(|@import|https?:|image-set|src\s*:", styles)
     assert not re.search(r"https?:|fetch|XMLHttp|import\(|WebSocket|sendBeacon|\.src\b", page.script(1))
+    # Texts of a run become nodes of text, never markup or code.
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(", page.script(1)
+    )
     assert "https://example.com/x.png" in page.text()
 
 

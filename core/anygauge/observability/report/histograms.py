@@ -20,10 +20,10 @@ _FIRST, _LAST = 7, 0
 _ROUNDING = 1e-3
 """Positions on a grid, or bars, that a value misses its place by: files have six digits."""
 _TITLES = {
-    "reward": ("Rewards", "Of samples, as scored.", "samples"),
+    "reward": ("Rewards", "Rewards of samples, as scored.", "samples"),
     "prompt_reward": ("Mean reward of a prompt", "Its pass rate where rewards are 0 and 1.", "prompts"),
-    "length": ("Response lengths", "Of samples, in tokens.", "samples"),
-    "advantage": ("Advantages", "Of samples within the group of their prompt.", "samples"),
+    "length": ("Response lengths", "Response tokens of samples.", "samples"),
+    "advantage": ("Advantages", "Advantages of samples within the group of their prompt.", "samples"),
 }
 """Title, description and what is counted."""
 

@@ -54,7 +54,7 @@ def draw_phases(metrics: Metrics) -> Chart | None:
     return Chart(
         key="phases",
         title="Time of a step by phase",
-        about="Seconds of each phase, one on another.",
+        about="Seconds of each phase, stacked.",
         unit="s",
         x=x,
         y=y,
