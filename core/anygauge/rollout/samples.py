@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from anygauge.rollout.answer_limits import LARGEST_LOG_PROB, MOST_TOKENS, stray_token
+from anygauge.rollout.rewards.call import plain, refusal
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, Sample
 from anygauge_hooks.rollout import Generation
@@ -99,17 +100,12 @@ def check_sample(sample: Any, prompt: Prompt) -> Sample:
             f"A {type(sample).__name__} was returned, not a Sample.",
             hint="Return draft.sample(), or a list of such samples.",
         )
-    problems = _problems(sample, prompt)
-    if problems:
+    if problems := _problems(sample, prompt):
         raise RolloutError(
             f"A sample is incomplete: {'; '.join(problems)}.",
             hint="rollout.draft() keeps one of each value per token.",
         )
-    return sample
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    return sample if sample.raw_reward is None else sample._replace(raw_reward=plain(sample.raw_reward))
 
 
 def _problems(sample: Sample, prompt: Prompt) -> list[str]:
@@ -121,8 +117,8 @@ def _problems(sample: Sample, prompt: Prompt) -> list[str]:
     ]
     if (odd := _no_number(sample.log_probs)) is not None:
         problems.append(f"log_probs[{odd}] is {sample.log_probs[odd]!r}")
-    if sample.reward is not None and not _is_finite(sample.reward):
-        problems.append(f"reward is {sample.reward!r}")
+    if sample.reward is not None and (refused := refusal(sample.reward)):
+        problems.append(f"reward is {refused}")
     if not sample.prompt_tokens:
         problems.append("prompt_tokens is empty")
     if sample.prompt_index != prompt.index:

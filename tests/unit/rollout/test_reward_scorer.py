@@ -329,10 +329,28 @@ def _huge(response: str) -> float:
             {"parts": {"a": {"function": "f", "weight": 2}, "b": {"function": "g"}}},
             5.0,
         ),
+        (0.5, {"parts": {"a": {"function": "f"}}}, 0.5),
     ],
 )
 def test_the_number_behind_a_raw_reward(raw: Any, table: Any, expected: float) -> None:
     assert raw_number(raw, Reward.model_validate(table)) == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "table", "problem"),
+    [
+        (
+            {"solved": True},
+            {"function": "f"},
+            r"{'solved': True}, and the number of a dict is its key 'score'",
+        ),
+        ({"score": "good"}, {"function": "f"}, "{'score': 'good'}, and the number"),
+        ({"a": 1.0}, {"parts": {"a": {"function": "f"}, "b": {"function": "g"}}}, "reward.parts has a, b"),
+    ],
+)
+def test_a_raw_reward_that_does_not_go_with_the_config(raw: Any, table: Any, problem: str) -> None:
+    with pytest.raises(RewardError, match=problem):
+        raw_number(raw, Reward.model_validate(table))
 
 
 def test_what_a_rollout_function_has_scored_keeps_its_reward() -> None:

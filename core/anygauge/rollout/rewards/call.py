@@ -29,6 +29,8 @@ __all__ = [
     "accepted",
     "failure",
     "number",
+    "plain",
+    "refusal",
 ]
 
 ARGUMENTS = ("response", "label", "metadata", "prompt")
@@ -156,9 +158,9 @@ class Call:
             if key not in value:
                 has = ", ".join(map(_shown, value)) or "none"
                 return self.failed(f"returned a dict without {key!r}, which has {has}; set reward.key")
-            problem = _refusal(value[key])
-            return self.failed(f"returned for {key!r} {problem}") if problem else (_plain(value), None)
-        problem = _refusal(value)
+            problem = refusal(value[key])
+            return self.failed(f"returned for {key!r} {problem}") if problem else (plain(value), None)
+        problem = refusal(value)
         return self.failed(f"returned {problem}") if problem else (float(value), None)
 
     def received(self, outcomes: Sequence[Outcome], item: Item) -> list[Outcome]:
@@ -208,7 +210,7 @@ def failure(error: BaseException) -> str:
     return f"raised {_shown(error)}{place}"
 
 
-def _refusal(value: Any) -> str | None:
+def refusal(value: Any) -> str | None:
     """Return what a reward is, and what it should be, or ``None`` if it can be trained on."""
     problem = _problem(value)
     if problem is not None and not isinstance(value, Real):
@@ -232,7 +234,7 @@ def _problem(value: Any) -> str | None:
     return f"{shown}, too large for float32 (the limit is {LARGEST:g})" if abs(as_float) > LARGEST else None
 
 
-def _plain(value: Any, depth: int = _DEPTH) -> Any:
+def plain(value: Any, depth: int = _DEPTH) -> Any:
     """Return a copy that any process can read and JSON can write."""
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -241,9 +243,9 @@ def _plain(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, Real):
         return _problem(value) or float(value)
     if depth and isinstance(value, Mapping):
-        return {str(key): _plain(each, depth - 1) for key, each in value.items()}
+        return {str(key): plain(each, depth - 1) for key, each in value.items()}
     if depth and isinstance(value, (list, tuple)):
-        return [_plain(each, depth - 1) for each in value]
+        return [plain(each, depth - 1) for each in value]
     return _shown(value)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from anygauge.rollout.rewards.call import number
+from anygauge.rollout.rewards.call import DEFAULT_KEY, number
+from anygauge_hooks.errors import RewardError
 
 if TYPE_CHECKING:
     from anygauge.config.schema import Reward
@@ -17,11 +20,26 @@ def raw_number(raw_reward: Any, reward: Reward) -> float:
 
     :param raw_reward: Reward of a sample that was scored: a number or a dict, or by name of the part.
     :param reward: The table of the config that it was scored by.
-    :returns: The number that ``reward.key`` names, or the weighted sum over the parts.
+    :returns: The number that ``reward.key`` names, or the weighted sum over the parts; a number itself.
+    :raises RewardError: A rollout function has set something that does not go with the table.
     """
-    if not reward.parts:
-        return number(raw_reward, reward.key)
-    return sum(part.weight * number(raw_reward[name], part.key) for name, part in reward.parts.items())
+    if isinstance(raw_reward, Real):  # also beside parts: a rollout function may set the reward of a sample
+        return float(raw_reward)
+    try:
+        if not reward.parts:
+            return number(raw_reward, reward.key)
+        return sum(part.weight * number(raw_reward[name], part.key) for name, part in reward.parts.items())
+    except (KeyError, TypeError, ValueError) as error:
+        raise RewardError(
+            f"A rollout function has set raw_reward = {reprlib.repr(raw_reward)}, and {_expected(reward)}.",
+            hint="Set a number, or what the reward functions would have returned.",
+        ) from error
+
+
+def _expected(reward: Reward) -> str:
+    if reward.parts:
+        return f"reward.parts has {', '.join(reward.parts)}"
+    return f"the number of a dict is its key {reward.key or DEFAULT_KEY!r}"
 
 
 def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float) -> float:

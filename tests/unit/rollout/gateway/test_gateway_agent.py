@@ -82,7 +82,7 @@ def test_an_agent_is_scored_and_becomes_one_sample(tokenizer: Any) -> None:
         first, second = rollout.generator.sampled
         assert sum(sample.loss_mask) == len(first.tokens) + len(second.tokens)
         assert sample.text.startswith("rainy\nuser\nsure?")
-        assert check_sample(sample, PROMPT) is sample
+        assert check_sample(sample, PROMPT) == sample
         assert not module._open
 
     asyncio.run(main())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import Data, Rollout
+from anygauge.observability.reward_parts import PartNames, reward_part_metrics
 from anygauge.plugins import Plugins
 from anygauge.rollout import function_clock
 from anygauge.rollout.function_clock import FunctionClock, OwnTime
@@ -88,6 +89,8 @@ def test_a_tool_is_called_and_its_words_are_not_trained_on(
         ({"log_probs": (None, -0.5)}, r"log_probs\[0\] is None"),
         ({"reward": math.inf}, "reward is inf"),
         ({"reward": "1"}, "reward is '1'"),
+        ({"reward": 10**400}, "reward is int beyond any float"),
+        ({"reward": 10**5000}, "reward is int beyond any float"),
     ],
 )
 def test_a_sample_with_what_is_no_number_is_not_whole(
@@ -101,6 +104,17 @@ def test_a_sample_with_what_is_no_number_is_not_whole(
 
     with pytest.raises(RolloutError, match=problem):
         one(make_producer, ScriptedEngine(lambda request: [1, 2]), odd)
+
+
+def test_the_parts_of_a_reward_that_no_float_holds_are_kept_as_text(make_producer: MakeProducer) -> None:
+    async def scored(rollout: Any, prompt: Prompt, seed: int) -> Sample:
+        draft = rollout.draft()
+        await draft.generate()
+        return draft.sample()._replace(reward=1.0, raw_reward={"score": 1.0, "hits": 10**400})
+
+    sample = one(make_producer, ScriptedEngine(lambda request: [1, 2]), scored)
+    assert sample.raw_reward["hits"].startswith("int beyond any float")
+    assert reward_part_metrics("reward/", [sample], PartNames()) == {"reward/score": 1.0}
 
 
 @pytest.mark.parametrize("value", [math.nan, None])
