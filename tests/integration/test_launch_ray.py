@@ -45,6 +45,11 @@ def test_workers_of_the_tests_are_forked(group: WorkerGroup) -> None:
     assert {psutil.Process(worker.pid).ppid() for worker in group.workers} == {os.getpid()}
 
 
+def test_the_cluster_that_was_joined_is_named(group: WorkerGroup, ray_cluster: str) -> None:
+    shown = f"Ray cluster at {ray_cluster} with 1 node (CPU: 2, anygauge_cpu: 8"
+    assert group.cluster.startswith(shown)
+
+
 @pytest.mark.usefixtures("group")
 def test_actors_are_listed_under_their_role_and_rank() -> None:
     names = sorted(actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True))
@@ -69,7 +74,8 @@ def test_workers_that_find_no_room_are_an_error_with_numbers(launch: Launch) -> 
     with pytest.raises(PlacementError) as caught:
         launch("ray", 100, start_timeout_s=0.5)
     assert time.monotonic() - started < 5
-    assert "No room for the workers of role actor within 0.5 s" in str(caught.value)
+    assert "No room for the workers of role actor on the Ray cluster at " in str(caught.value)
+    assert "within 0.5 s: requested" in str(caught.value)
     assert "requested 100 x {anygauge_cpu: 1}, available:\n  node " in str(caught.value)
     groups = ray.util.placement_group_table().values()
     assert [group["state"] for group in groups if len(group["bundles"]) == 100] == ["REMOVED"]

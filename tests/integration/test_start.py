@@ -13,6 +13,7 @@ import pytest
 from anygauge.cli import main
 from anygauge.config.load import LoadedConfig, load_config
 from anygauge.plugins import Plugins, load_plugins
+from anygauge.runtime.launch_local import LocalTransport
 from anygauge.trainer import run as run_module
 from anygauge.trainer import start as start_module
 from anygauge.trainer.run import train
@@ -138,8 +139,9 @@ def test_a_check_explains_processes_that_cannot_start(
 
 
 def test_the_terminal_says_what_starts_before_the_data_are_read(
-    tmp_path: Path, started: list[psutil.Process]
+    tmp_path: Path, started: list[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(LocalTransport, "cluster", "Ray cluster at 10.0.0.1:6379 with 2 nodes (GPU: 16)")
     lines: list[str] = []
 
     class Waits:
@@ -150,8 +152,9 @@ def test_the_terminal_says_what_starts_before_the_data_are_read(
     loaded, plugins = load(tmp_path / "in")
     plugins.register(Waits(), "waits")
     train(loaded, plugins)
-    assert lines[:2] == [
+    assert lines[:3] == [
         "starting 2 training workers (0 known)",
+        "on the Ray cluster at 10.0.0.1:6379 with 2 nodes (GPU: 16) (0 known)",
         "the data are read; waiting for the training workers (logs/actor-*) (2 known)",
     ]
 

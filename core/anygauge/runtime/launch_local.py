@@ -63,6 +63,7 @@ class LocalTransport:
     """Processes that are children of this one, each at the end of a socket pair."""
 
     death_grace_s = 0.5
+    cluster = ""
 
     def __init__(self, spec: LaunchSpec) -> None:
         self.driver_node = socket.gethostname()

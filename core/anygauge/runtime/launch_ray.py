@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,6 +52,8 @@ OUTSIDE = "ray://"
 """Start of the address of a cluster that the driver is no part of."""
 SLOTS = 1024
 """Workers that a cluster of our own has room for, where they take no device."""
+_NO_DEVICES = ("memory", "object_store_memory")
+"""Resources of a node that are bytes."""
 EXIT_GRACE_S = 5.0
 REACH_S = 10.0
 REMOTE_READ_S = 30.0
@@ -111,6 +114,9 @@ class RayTransport:
         self._outside = spec.config.cluster.address.startswith(OUTSIDE)
         self.driver_node = "" if self._outside else str(ray.get_runtime_context().get_node_id())
         with on_failure(partial(self.end, orderly=False)):
+            is_own = self._connected and spec.config.cluster.address == OWN_CLUSTER
+            # ``auto`` may find somebody else's cluster, as with Ray itself; so each run says what it joined.
+            self.cluster = "" if is_own else _describe(spec.config.cluster.address)
             self._place()
 
     def _place(self) -> None:
@@ -121,12 +127,13 @@ class RayTransport:
                 self._actors.append(self._start_actor(rank, affinity, {"num_cpus": 0}, token))
             return
         bundle = {self._spec.backend.scheduler_resource: float(self._spec.devices)}
-        if self._connected and self._spec.config.cluster.address == OWN_CLUSTER:
+        if not self.cluster:
             check_capacity(bundle, self._spec.num_workers + self._spec.extra_devices, _totals())
         self._placement = placement_group([bundle] * self._spec.num_workers, strategy="PACK")
         timeout_s = self._spec.config.placement.start_timeout_s
         if not self._placement.wait(timeout_s):
-            why = f"No room for the workers of role {self._spec.role} within {timeout_s:g} s"
+            place = f" on the {self.cluster}" if self.cluster else ""
+            why = f"No room for the workers of role {self._spec.role}{place} within {timeout_s:g} s"
             left = _totals() if self._outside else _available()
             raise placement_error(bundle, self._spec.num_workers, left, why)
         order = rank_order(placement_group_table(self._placement)["bundles_to_node_id"])
@@ -287,6 +294,22 @@ def _attach(address: str, start_line: str) -> None:
             hint=f"Start one: `{start_line}`, or let the run start its own: --cluster.address start. If it "
             "asks for a token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (docs/clusters.md).",
         ) from error
+
+
+def _describe(address: str) -> str:
+    """Return address, size and resources of the cluster that this process is connected to.
+
+    :param address: ``cluster.address``.
+    """
+    if not address.startswith(OUTSIDE):
+        address = ray.get_runtime_context().gcs_address
+    nodes = _totals().values()
+    totals = Counter[str]()
+    for resources in nodes:
+        totals.update({name: int(amount) for name, amount in resources.items() if name not in _NO_DEVICES})
+    # Ray adds one resource for each node and one for each type of accelerator, whose names have a colon.
+    shown = ", ".join(f"{name}: {totals[name]}" for name in sorted(totals) if ":" not in name)
+    return f"Ray cluster at {address} with {len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} ({shown})"
 
 
 def _check_reachable(address: str) -> None:

@@ -131,6 +131,8 @@ class Transport(Protocol):
     """How long after an error that it caused elsewhere the news of a process's death may arrive."""
     driver_node: str
     """The node of this process, as :class:`HostInfo` names nodes."""
+    cluster: str
+    """The Ray cluster that the workers share with others, for people; empty without one."""
 
     def send(self, rank: int, message: bytes) -> None:
         """Send a request. A process that has died is reported by :meth:`wait`."""
@@ -234,6 +236,11 @@ class WorkerGroup:
             self._watch = None
 
     @property
+    def cluster(self) -> str:
+        """The Ray cluster that the workers share with others, for people; empty without one."""
+        return self._transport.cluster
+
+    @property
     def is_ended(self) -> bool:
         """Whether the processes were ended, by an error or in order."""
         return self._ended
@@ -325,7 +332,8 @@ class WorkerGroup:
         if (connecting := self._connecting) is not None:
             self._connecting = None
             connecting.result(self._spec.config.placement.start_timeout_s)
-            _log.info("%s: %s", self._spec.role, "; ".join(map(str, self.workers)))
+            place = f" on the {self.cluster}" if self.cluster else ""
+            _log.info("%s%s: %s", self._spec.role, place, "; ".join(map(str, self.workers)))
 
     def _inspect(self, hosts: Sequence[HostInfo], deadline: float) -> list[ClusterNode]:
         """Return the node of each rank, having checked that a run can go on over them."""

@@ -86,6 +86,8 @@ def start_run(
         except AnygaugeError:
             check()
             raise
+        if cluster := processes.workers.cluster:
+            plugins.notify("on_wait", run=info, message=f"on the {cluster}")
         check()
         times.note("checks")
         yield StartedRun(directory, components, processes)

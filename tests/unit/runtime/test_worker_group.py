@@ -24,6 +24,7 @@ class Script:
 
     death_grace_s = 0.0
     driver_node = "here"
+    cluster = ""
 
     def __init__(self, *arrivals: Mapping[int, bytes | Died]) -> None:
         self._arrivals = iter(arrivals)
