@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from anygauge_hooks.megatron import ScopeMap
+from anygauge_hooks.resources import read_memory
 from anygauge_hooks.types import Device
 
 __all__ = ["CpuDevice", "HostEvent", "HostStream"]
@@ -47,10 +48,13 @@ class CpuDevice(Device):
         """Return at once: nothing is ever queued."""
 
     def memory(self) -> Mapping[str, int]:
-        """Return byte counts: ``allocated`` is the resident memory of this process."""
-        system = psutil.virtual_memory()
+        """Return byte counts, within the limits of a container.
+
+        ``allocated`` is the resident memory of this process, and others count in ``free``.
+        """
+        host = read_memory()
         resident = psutil.Process().memory_info().rss
-        return {"allocated": resident, "free": system.available, "total": system.total}
+        return {"allocated": resident, "free": host.available, "total": host.total}
 
     def peak_memory(self, *, reset: bool = False) -> int | None:
         """Return the largest resident memory of this process since the last reset, in bytes.

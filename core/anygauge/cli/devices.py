@@ -72,8 +72,8 @@ def device_facts(
 
 def _present_device(plugins: Plugins, backend: BackendSpec) -> DeviceFacts:
     """Return the first device of a backend on this host, if it can run here."""
-    from anygauge.observability.host import read_memory
     from anygauge.planning.rates import gpu_name
+    from anygauge_hooks.resources import read_memory
 
     if backend.visible_devices_env is None:
         return DeviceFacts(float(read_memory().total), None, is_here=True, is_host=True)

@@ -107,7 +107,7 @@ def examine(timeout_s: float) -> dict[str, Any]:
     :param timeout_s: Deadline of all probes together.
     """
     from anygauge.cli.installed import read_installed
-    from anygauge.observability.host import read_cpus, read_memory
+    from anygauge_hooks.resources import read_cpus, read_memory
 
     entries = _entries()
     answers = _run_probes([("plugins",), *(("backend", entry) for entry in entries)], timeout_s)

@@ -93,9 +93,9 @@ def planned(loaded: Loaded, facts: DeviceFacts) -> tuple[Config, Plan]:
     """
     from anygauge.config.rules.algorithm import reads_old_log_probs
     from anygauge.hub import localized
-    from anygauge.observability.host import read_memory
     from anygauge.planning.plan import HOST_DEVICES, Assumptions, make_plan
     from anygauge.planning.rates import RATES
+    from anygauge_hooks.resources import read_memory
 
     config, plugins, backend = loaded.config.config, loaded.plugins, loaded.config.backend
     here = localized(config, download=False)

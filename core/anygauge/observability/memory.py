@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from anygauge.device import take_peak_memory
-from anygauge.observability.host import read_memory
+from anygauge_hooks.resources import read_memory
 from anygauge_hooks.types import Device
 
 __all__ = ["driver_memory", "memory_metrics", "resident_bytes", "worker_memory"]

@@ -107,7 +107,7 @@ def make_profiler(backend: BackendSpec, kind: str, path: str) -> AbstractContext
 @hookimpl
 def report_environment() -> dict[str, str]:
     """Return the interpreter, the host, its CPUs and its memory."""
-    from anygauge.observability.host import read_cpus, read_memory
+    from anygauge_hooks.resources import read_cpus, read_memory
 
     cpus, memory = read_cpus(), read_memory()
     return {

@@ -10,11 +10,11 @@ from typing import Any
 from anygauge.config.schema import Config
 from anygauge.device import DETERMINISTIC_ENV
 from anygauge.failures import on_failure
-from anygauge.observability.host import read_cpus
 from anygauge.plugins import Plugins
 from anygauge.runtime.placement import Seat
 from anygauge.runtime.ray_environment import set_ray_environment
 from anygauge.runtime.worker_group import LaunchSpec, Transport, WorkerGroup
+from anygauge_hooks.resources import read_cpus
 from anygauge_hooks.types import BackendSpec
 
 __all__ = ["launch_workers", "make_launcher"]

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, cast
 from anygauge.config.schema import Config
 from anygauge.device import LateDevice, memory_phase, set_deterministic
 from anygauge.hub import localized
-from anygauge.observability.host import read_cpus
 from anygauge.observability.logs import log_worker
 from anygauge.observability.phases import record_phase
 from anygauge.observability.start_times import StartTimes
@@ -32,6 +31,7 @@ from anygauge.runtime.memory_advice import advise
 from anygauge.runtime.rpc import MethodCall, Returned, capture, decode, encode
 from anygauge_hooks.engines import TrainEngineSpec, WorkerContext
 from anygauge_hooks.errors import PlacementError
+from anygauge_hooks.resources import read_cpus
 from anygauge_hooks.types import BackendSpec, Device, Phase
 
 if TYPE_CHECKING:

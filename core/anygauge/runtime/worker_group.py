@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from anygauge.config.schema import Config
-from anygauge.observability.host import read_oom_kills
 from anygauge.runtime.cluster import (
     ClusterNode,
     GroupRendezvous,
@@ -40,6 +39,7 @@ from anygauge.runtime.rpc import (
 )
 from anygauge.runtime.worker import HostInfo, WorkerSetup
 from anygauge_hooks.errors import WorkerDiedError
+from anygauge_hooks.resources import read_oom_kills
 from anygauge_hooks.types import BackendSpec
 
 __all__ = ["Arguments", "LaunchSpec", "PendingCall", "Transport", "Watch", "WorkerGroup"]

@@ -16,7 +16,6 @@ from anygauge.config.families import family
 from anygauge.data.template import TemplateRefusal, apply_template
 from anygauge.engines.dequantize import open_unquantized
 from anygauge.engines.hf_directory import TensorReader, read_config
-from anygauge.observability.host import read_memory
 from anygauge.plugins import Plugins
 from anygauge.testing.model_numbers import (
     FLOOR,
@@ -37,6 +36,7 @@ from anygauge.trainer.inputs import load_tokenizer
 from anygauge_hooks.engines import HasDecoderLayers, TrainEngine, WorkerContext
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.models import ModelSpec, text_config, transformers_model
+from anygauge_hooks.resources import read_memory
 
 __all__ = ["check_model"]
 

@@ -117,9 +117,7 @@ def test_a_device_that_is_not_here_is_not_known(capsys: pytest.CaptureFixture[st
 def test_workers_of_a_host_share_its_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "anygauge.observability.host.read_memory", lambda: type("Memory", (), {"total": 2**40})
-    )
+    monkeypatch.setattr("anygauge_hooks.resources.read_memory", lambda: type("Memory", (), {"total": 2**40}))
     options = ["--placement.train_workers", "4", "--json", "--train.dtype", "float32"]
     assert main(["plan", "c.toml", "--backend", CPU.name, *options]) == 0
     assert json.loads(capsys.readouterr().out)["device"]["bytes"] == 2**38
@@ -219,9 +217,7 @@ def test_the_head_of_a_dry_run_is_the_short_form(capsys: pytest.CaptureFixture[s
 def test_a_dry_run_on_a_device_that_is_too_small_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "anygauge.observability.host.read_memory", lambda: type("Memory", (), {"total": 2**35})
-    )
+    monkeypatch.setattr("anygauge_hooks.resources.read_memory", lambda: type("Memory", (), {"total": 2**35}))
     monkeypatch.setattr("anygauge.plugins.select_backend", lambda *_: (CPU, "for this test"))
     assert main(["train", "c.toml", "--dry-run", "--no-file-check"]) == 1
     printed = capsys.readouterr()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from anygauge.observability.host import Memory, read_cpus, read_memory, read_oom_kills
+from anygauge.kernels.loss_budget import LossBudget
+from anygauge_cpu.device import CpuDevice
+from anygauge_hooks.resources import Memory, read_cpus, read_memory, read_oom_kills
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -100,3 +103,13 @@ def test_processes_that_the_kernel_killed_are_counted(tmp_path: Path, membership
     path.parent.mkdir(parents=True)
     path.write_text("oom 5\nunder_oom 0\noom_kill 3\noom_group_kill 1\n")
     assert read_oom_kills(tmp_path, tmp_path / "membership") == 3
+
+
+def test_a_tenth_of_what_a_container_leaves_is_for_the_loss_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = write(tmp_path, memory_DOT_max="1000000\n", memory_DOT_current="400000\n")
+    monkeypatch.setattr("anygauge_cpu.device.read_memory", partial(read_memory, limits))
+    host = CpuDevice()
+    assert (host.memory()["free"], host.memory()["total"]) == (600_000, 1_000_000)
+    assert LossBudget(None, host)() == 60_000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from anygauge.observability.host import Cpus
 from anygauge.runtime import launch
+from anygauge_hooks.resources import Cpus
 
 
 @pytest.mark.parametrize(("num_workers", "warned"), [(64, True), (5, True), (4, False), (1, False)])

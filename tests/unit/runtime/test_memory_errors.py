@@ -18,12 +18,12 @@ import anygauge
 from anygauge import device as device_module
 from anygauge.config import Config
 from anygauge.device import is_out_of_memory, memory_phase, peak_memory_by_phase
-from anygauge.observability.host import read_oom_kills
 from anygauge.runtime.memory_advice import ADVICE, PHASES, advise, advise_death, memory_advice
 from anygauge.runtime.rpc import Died, MethodCall, Raised, WorkerId, decode, encode, error_of
 from anygauge.runtime.worker import Worker, WorkerSetup
 from anygauge_cpu.device import CpuDevice
 from anygauge_hooks.errors import OutOfMemoryError
+from anygauge_hooks.resources import read_oom_kills
 
 HOST = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503599627370496 bytes."
 
