@@ -10,6 +10,8 @@ All runs go at the same time on the same devices, each with a server of its own:
 schedule learns. Their seconds compare schedules among themselves, not with other figures. A run that fails is
 named, and the others are shown; the script ends with status 1 then.
 
+The caches of all servers must fit on one device: for larger models lower ``--rollout.max_batch_tokens``.
+
 Other arguments are keys of the runs' configs.
 """
 
@@ -47,6 +49,8 @@ def keys_of(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, An
         **APART,
         "rollout.schedule": schedule,
         **({"rollout.max_staleness": int(bound)} if bound else {}),
+        # A bound in tokens, no share of the memory: SGLang compares what is free before and after it loads,
+        # and servers that start together would count each other's memory as their own.
         "rollout.max_batch_tokens": 131_072,
         "run.name": f"{schedule}{bound}-{seed}",
         "run.seed": seed,
