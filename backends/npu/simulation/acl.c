@@ -8,6 +8,7 @@
 
 #define _GNU_SOURCE
 #include "simulated.h"
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdarg.h>
@@ -86,25 +87,31 @@ static int physical(int device) {
   return seen(device, &count);
 }
 
-static int initialized, chip_was_asked;
+EXPORT int aclInit(const char *path) { return 0; }
 
-EXPORT int aclInit(const char *path) { initialized = 1; return 0; }
+/* Return whether the Python function that is running asks on behalf of a user. */
+static int is_shown(void) {
+  int (*has_lock)(void) = dlsym(RTLD_DEFAULT, "PyGILState_Check");
+  void *(*frame_of)(void) = dlsym(RTLD_DEFAULT, "PyEval_GetFrame");
+  void *(*code_of)(void *) = dlsym(RTLD_DEFAULT, "PyFrame_GetCode");
+  void *(*attribute)(void *, const char *) = dlsym(RTLD_DEFAULT, "PyObject_GetAttrString");
+  const char *(*text)(void *) = dlsym(RTLD_DEFAULT, "PyUnicode_AsUTF8");
+  void (*release)(void *) = dlsym(RTLD_DEFAULT, "Py_DecRef");
+  if (has_lock == NULL || !has_lock() || frame_of() == NULL) return 0;
+  void *code = code_of(frame_of()), *name = attribute(code, "co_name");
+  const int shown = !strcmp(text(name), "get_device_name") || !strcmp(text(name), "get_device_properties");
+  release(name);
+  release(code);
+  return shown;
+}
 
-/* torch-npu looks the chip up once, when it starts the runtime, and knows only bare names. All others are told.
-   2.10 may look it up before: there, whoever asks before the runtime has started gets the bare name. */
+/* torch-npu knows only bare names of chips. It looks its own up at some moment between its import and the first
+   device that is set, which differs between versions; whoever wants the name to show it is told. */
 EXPORT const char *aclrtGetSocName(void) {
   static char marked[64];
   const char *soc = getenv("SIMULATED_NPU_SOC");
   if (soc == NULL || *soc == 0) soc = "Ascend910B3";
-#ifdef CHIP_BEFORE_START
-  const int is_lookup = !initialized || !chip_was_asked;
-#else
-  const int is_lookup = initialized && !chip_was_asked;
-#endif
-  if (is_lookup) {
-    chip_was_asked = 1;
-    return soc;
-  }
+  if (!is_shown()) return soc;
   snprintf(marked, sizeof marked, "%s (simulated)", soc);
   return marked;
 }

@@ -68,12 +68,11 @@ def build(directory: Path) -> None:
     users = [*package.glob("_C*.so"), *(package / "lib").glob("lib*.so")]
     users = [path for path in users if path.name != "libop_plugin_atb.so"]
     implemented = directory / "implemented.so"
-    options = ["-DCHIP_BEFORE_START"] if version("torch-npu").startswith("2.10.") else []
-    _compile(implemented, _SOURCES, *options)
+    _compile(implemented, _SOURCES)
     missing = _undefined(users) - _defined([*users, *_providers(), implemented])
     rest = directory / "rest.c"
     rest.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in sorted(missing)))
-    _compile(directory / _LIBRARY, [*_SOURCES, rest], *options)
+    _compile(directory / _LIBRARY, [*_SOURCES, rest])
     kernels = sorted(_kernels(users) - {"aclnnConstantPadNd"})
     (directory / "kernels.inc").write_text("".join(f"KERNEL({name})\n" for name in kernels))
     for folder, recording in ((DEVICE, []), (RECORD, ["-DRECORD", f"-I{directory}"])):

@@ -230,6 +230,13 @@ def test_another_chip_that_torch_npu_knows_is_taken(on_host: Run) -> None:
     assert "SIMULATED: 1 x Ascend910_9391" in done.stderr
 
 
+def test_a_program_may_start_the_runtime_before_it_sets_a_device(simulated: Run) -> None:
+    """torch-npu 2.10 looks the chip up when a device is set: MindSpeed has started the runtime by then."""
+    code = "import torch, torch_npu as npu; npu.npu.current_device(); npu.npu.set_device(0)"
+    done = simulated("-c", f"{code}; print(npu.npu.get_device_name(0))")
+    assert done.stdout.endswith("\nAscend910B3 (simulated)\n"), done.stderr
+
+
 def test_what_it_is_built_with_is_named(simulated: Run, tmp_path: Path) -> None:
     done = simulated("-c", "print('ran')", PATH="", SIMULATED_NPU_CACHE=str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
