@@ -51,6 +51,14 @@ class PartNames:
             self._names[keys] = self._unused("/".join(map(_readable, keys)))
         return self._names[keys]
 
+    def state(self) -> list[tuple[Keys, str]]:
+        """Return what a checkpoint keeps: each part's keys and name, in the order in which they came."""
+        return list(self._names.items())
+
+    def restore(self, saved: Iterable[tuple[Iterable[Any], str]]) -> None:
+        """Go on with what :meth:`state` returned, so that a resumed run gives no name to another part."""
+        self._names = {tuple(keys): name for keys, name in saved}
+
     def _unused(self, name: str) -> str:
         first = f"{AXIS}_" if name == AXIS else name
         taken = set(self._names.values())

@@ -37,7 +37,6 @@ from anygauge.observability.metrics import (
 )
 from anygauge.observability.performance import LANGUAGE
 from anygauge.observability.phases import Row, record_phase, take_phases
-from anygauge.observability.reward_parts import PartNames
 from anygauge.observability.samples import is_recorded
 from anygauge.plugins import Plugins
 from anygauge.rollout.producer import RolloutsStopped
@@ -67,7 +66,7 @@ from anygauge.trainer.replay import ReplayedMedia, shown_in
 from anygauge.trainer.rollout_scheduler import GroupSource
 from anygauge.trainer.session import Session
 from anygauge.trainer.staleness import mask_stale
-from anygauge.trainer.state import RunState
+from anygauge.trainer.state import TRAINING, RunState
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.errors import HealthError
@@ -104,8 +103,6 @@ class Loop:
     """Evaluations that training does not wait for; ``None`` where it does."""
     groups: Sequence[Group] = ()
     """Scored groups of the step, from its rollouts to its end."""
-    part_names: PartNames = field(default_factory=PartNames)
-    """Metric names of the parts of rewards."""
     trained: int = 0
     """Step that is being trained, or was last; 0 before the first of this part of the run."""
     is_stopping: bool = False
@@ -321,7 +318,7 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
         keep(loop, shown_in(trained_on))
     raw = partial(raw_number, reward=config.reward)
     datasets = train_datasets(config)
-    names = loop.part_names
+    names = loop.session.state.part_names[TRAINING]
     sampled = rollout_metrics(groups, raw, datasets=datasets, version=version, names=names) | driver_memory()
     sampled |= loop.rollouts.metrics()
     if loop.session.media is not None:

@@ -16,8 +16,8 @@ from anygauge.rollout.scoring import ScoringQueue
 from anygauge.rollout.staleness import Staleness
 from anygauge.serving.generation_client import GenerationClient
 from anygauge.trainer.generation import SampleMaker, group_seeds, rollout_params
-from anygauge.trainer.session import TRAINING, Session
-from anygauge.trainer.state import RunState
+from anygauge.trainer.session import Session
+from anygauge.trainer.state import TRAINING, RunState
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.rl import Group
 

@@ -20,6 +20,7 @@ from anygauge.data.media.loader import LoadedSource, MediaLoader
 from anygauge.hub import localized
 from anygauge.observability.logs import driver_log
 from anygauge.observability.phases import record_phase, take_phases
+from anygauge.observability.reward_parts import PartNames
 from anygauge.observability.run_facts import run_facts
 from anygauge.observability.start_status import StartStatus
 from anygauge.observability.timeline import TIMELINE_FILE, Timeline
@@ -43,7 +44,7 @@ from anygauge.trainer.inputs import EvalSet, Inputs, forbidden_tokens, read_inpu
 from anygauge.trainer.loop import Loop, announce, finish_saving, run_loop, tell_of_wait
 from anygauge.trainer.replay import ReplayedMedia, ReplayedRollouts
 from anygauge.trainer.rollout_scheduler import GroupSource, open_rollout_scheduler
-from anygauge.trainer.session import TRAINING, Session
+from anygauge.trainer.session import Session
 from anygauge.trainer.start import (
     Processes,
     StartedRun,
@@ -52,7 +53,7 @@ from anygauge.trainer.start import (
     start_run,
     starting_line,
 )
-from anygauge.trainer.state import RunState
+from anygauge.trainer.state import TRAINING, RunState
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.errors import DataError
 from anygauge_hooks.types import RunInfo, Tracker
@@ -106,6 +107,7 @@ def train_started(
         run_info(loaded, directory.path, facts),
         source=inputs.source.state_dict(),
         best=config.save.best,
+        part_names={TRAINING: PartNames()} | {each.name: each.part_names for each in inputs.eval_sets},
     )
     if directory.checkpoint is not None:
         fresh = state.source

@@ -29,13 +29,11 @@ if TYPE_CHECKING:
     from anygauge.data.media.loader import MediaLoader
     from anygauge.trainer.inputs import EvalSet
 
-__all__ = ["TRAINING", "Session"]
+__all__ = ["Session"]
 
 _log = logging.getLogger(__name__)
 EVALUATIONS = "eval/"
 """Begins the names of an evaluation's metrics."""
-TRAINING = ""
-"""Stands for the training data among the names of evaluation data sets."""
 
 
 @dataclass(slots=True)
@@ -50,7 +48,7 @@ class Session:
     engines: Engines
     eval_sets: Sequence[EvalSet]
     scorers: Mapping[str, Scorer]
-    """Scorers by data set; :data:`TRAINING` is the training samples' scorer."""
+    """Scorers by data set; :data:`anygauge.trainer.state.TRAINING` is the training samples' scorer."""
     state: RunState
     colocation: ColocationScheduler
     """Scheduler of trainers and engines on the same devices."""

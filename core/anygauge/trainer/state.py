@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from anygauge.observability.reward_parts import PartNames
 from anygauge_hooks.types import RunInfo
 
-__all__ = ["RunState"]
+__all__ = ["TRAINING", "RunState"]
+
+TRAINING = ""
+"""Key of the training data, which no evaluation data set has for its name."""
 
 
 @dataclass(slots=True)
@@ -27,6 +31,8 @@ class RunState:
     """Metric of ``save.best``."""
     scores: dict[int, float] = field(default_factory=dict)
     """Value of that metric by step."""
+    part_names: Mapping[str, PartNames] = field(default_factory=lambda: {TRAINING: PartNames()})
+    """Metric names of the parts of rewards, of :data:`TRAINING` and of each evaluation data set."""
 
     def finish_step(self, step: int) -> None:
         """Record that a step is done."""
@@ -37,6 +43,8 @@ class RunState:
         saved = {"step": self.info.step, "version": self.version, "source": dict(self.source)}
         if self.scores:
             saved |= {"best": self.best, "scores": list(self.scores.items())}
+        if names := {key: state for key, part in self.part_names.items() if (state := part.state())}:
+            saved["part_names"] = names
         return {**saved, "rollout": dict(self.rollout)} if self.rollout else saved
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -47,3 +55,6 @@ class RunState:
         self.rollout = saved.get("rollout", {})
         if saved.get("best") == self.best:  # a resume may change it
             self.scores.update(saved.get("scores", ()))
+        for name, names in saved.get("part_names", {}).items():
+            if name in self.part_names:  # a resume may evaluate on other data
+                self.part_names[name].restore(names)

@@ -14,6 +14,7 @@ from anygauge.config.roles import Components
 from anygauge.observability.distributions import DISTRIBUTIONS_FILE, value_counts
 from anygauge.observability.reward_parts import PartNames
 from anygauge.trainer import loop as module
+from anygauge.trainer.state import TRAINING
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import NamedFunction
 
@@ -56,11 +57,14 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> module.Loop:
     rollouts = SimpleNamespace(collect=lambda step: (groups, 0.0), metrics=dict)
     centred = NamedFunction(name="centred", fn=lambda rewards_G: rewards_G - rewards_G.mean(), kind="group")
     plugins = SimpleNamespace(notify=lambda *_, **__: None, find=lambda *_: centred)
-    components, state = Components(trains=True, generates=True), SimpleNamespace(version=2)
+    components, state = (
+        Components(trains=True, generates=True),
+        SimpleNamespace(version=2, part_names={TRAINING: PartNames()}),
+    )
     session = SimpleNamespace(plugins=plugins, components=components, state=state, media=None)
     fields: dict[str, Any] = {"config": config, "session": session, "next_prompts": (PROMPT,)}
     fields["info"] = SimpleNamespace(directory=str(tmp_path), total_steps=100)
-    fields |= {"flops": (lambda length: 1.0, None, ()), "rollouts": rollouts, "part_names": PartNames()}
+    fields |= {"flops": (lambda length: 1.0, None, ()), "rollouts": rollouts}
     return cast(module.Loop, SimpleNamespace(**fields))
 
 

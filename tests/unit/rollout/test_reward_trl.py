@@ -15,7 +15,7 @@ from anygauge.plugins import load_plugins
 from anygauge.rollout.rewards import Scorer
 from anygauge.rollout.rewards.limited import Limited
 from anygauge.trainer.run import open_scorers
-from anygauge.trainer.session import TRAINING
+from anygauge.trainer.state import TRAINING
 from anygauge_hooks.types import NamedFunction
 from anygauge_tests.scoring import errors, group, plugins_with, rewards
 

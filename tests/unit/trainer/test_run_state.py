@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from anygauge.config import Config
+from anygauge.observability.reward_parts import PartNames
 from anygauge.trainer.run import _restore_source
 from anygauge.trainer.session import Session
-from anygauge.trainer.state import RunState
+from anygauge.trainer.state import TRAINING, RunState
 from anygauge_hooks.errors import DataError
 from anygauge_hooks.types import RunInfo
 
@@ -75,6 +77,18 @@ def test_a_score_is_that_of_the_metric_and_survives_a_resume() -> None:
     other = RunState(info(), best="train/loss")
     other.restore(session.state.state_dict())
     assert other.scores == {}, "a resume may name another metric"
+
+
+def test_the_parts_of_rewards_keep_their_metrics_over_a_resume() -> None:
+    first, second = ("format", "has box"), ("format", "has_box")
+    state = RunState(info(), part_names={TRAINING: PartNames(), "held-out": PartNames()})
+    assert [state.part_names[TRAINING].of(keys) for keys in (first, second)] == [
+        "format/has_box",
+        "format/has_box_2",
+    ]
+    again = RunState(info())
+    again.restore(json.loads(json.dumps(state.state_dict())))
+    assert again.part_names[TRAINING].of(second) == "format/has_box_2"
 
 
 def test_other_data_begin_where_the_resume_accepts_them(caplog: pytest.LogCaptureFixture) -> None:
