@@ -668,7 +668,8 @@ def make_profiler(backend: BackendSpec, kind: str, path: str) -> AbstractContext
     :param path: Directory of the step, which is there, and a name of the worker in it: files begin with both.
     :returns: The profiler, or ``None`` for a kind of another plugin.
 
-    First result: no answer is a warning; the core answers for ``torch``.
+    First result: no answer is a warning; the core answers for ``torch``, and for ``memory`` with torch's
+    history of allocations.
 
     .. versionadded:: 0.1
     """

@@ -125,8 +125,9 @@ class BackendSpec:
     """Bytes that the backend's optimizer keeps of a float32 weight beside its bfloat16 copy: 2 where it takes
     remainders (:class:`anygauge_hooks.optimizers.FusedOptimizer`). Plans of memory read it."""
     profile_kinds: Sequence[str] = ()
-    """Kinds of profiles that the backend's :func:`~anygauge_hooks.specs.make_profiler` makes beside
-    ``torch``, which every backend has: what ``profile.kind`` takes."""
+    """Kinds of profiles beside ``torch``, which every backend has, that ``profile.kind`` takes: ``memory``,
+    if torch keeps a history of allocations for the device, and those that the backend's
+    :func:`~anygauge_hooks.specs.make_profiler` makes."""
     host_checks: Callable[[], Sequence[HostCheck]] | None = None
     """Checks of ``anygauge doctor`` beyond the probe. Must import neither torch nor a vendor library, so that
     it can report what is wrong with them."""

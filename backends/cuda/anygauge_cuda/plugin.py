@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from anygauge_cuda import comm, env, host, probe, rollout, transformer_engine
@@ -135,16 +134,6 @@ def check_config(config: RunConfig, backend: BackendSpec) -> Iterable[ConfigProb
 def rollout_engine_args(config: RunConfig, engine: str) -> Mapping[str, Any] | None:
     """Name the device to a server, and let it sleep where it shares that with trainers."""
     return rollout.engine_args(engine, sleeps=config.placement.sleeps)
-
-
-@hookimpl
-def make_profiler(kind: str, path: str) -> AbstractContextManager[None] | None:
-    """Record the history of allocations."""
-    if kind != "memory":
-        return None
-    from anygauge_cuda.profiler import memory_profile
-
-    return memory_profile(path)
 
 
 @hookimpl

@@ -142,10 +142,12 @@ def rollout_engine_args(config: RunConfig, engine: str) -> Mapping[str, Any] | N
 
 @hookimpl
 def make_profiler(kind: str, path: str) -> AbstractContextManager[Any] | None:
-    """Record with Ascend's profiler, or the history of allocations."""
-    from anygauge_npu import profiler
+    """Record with Ascend's profiler."""
+    if kind != "npu":
+        return None
+    from anygauge_npu.profiler import ascend_profile
 
-    return profiler.make_profiler(kind, path)
+    return ascend_profile(path)
 
 
 @hookimpl

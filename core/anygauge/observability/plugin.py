@@ -98,9 +98,11 @@ def _options_of(name: str, options: Mapping[str, Any], path: str) -> Iterator[Co
 
 @hookimpl
 def make_profiler(backend: BackendSpec, kind: str, path: str) -> AbstractContextManager[None] | None:
-    """Return torch's profiler."""
-    from anygauge.observability.profiler import torch_profile
+    """Return torch's profiler, or its history of allocations for a backend that names this kind."""
+    from anygauge.observability.profiler import memory_profile, torch_profile
 
+    if kind == "memory" and kind in backend.profile_kinds:
+        return memory_profile(backend.device_type, path)
     return torch_profile(backend.device_type, path) if kind == TORCH else None
 
 

@@ -14,12 +14,14 @@ from anygauge_hooks.errors import PluginError
 if TYPE_CHECKING:
     from anygauge_hooks.engines import WorkerContext
 
-__all__ = ["PROFILES", "WorkerProfiler", "torch_profile"]
+__all__ = ["PROFILES", "WorkerProfiler", "memory_profile", "torch_profile"]
 
 _log = logging.getLogger(__name__)
 
 PROFILES = "profiles"
 """Name of the directory in the run directory."""
+ALLOCATIONS = 1_000_000
+"""Most allocations and frees that a history of them keeps; of more, the latest."""
 
 
 class WorkerProfiler:
@@ -86,3 +88,21 @@ def torch_profile(device_type: str, path: str) -> Iterator[None]:
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         yield
     profile.export_chrome_trace(f"{path}.trace.json.gz")
+
+
+@contextmanager
+def memory_profile(device_type: str, path: str) -> Iterator[None]:
+    """Record every allocation of the block on the device with its stack.
+
+    :param path: Path of the snapshot, without ``.pickle``; https://pytorch.org/memory_viz draws it.
+    :raises AttributeError: Torch keeps no such history for this type of device.
+    """
+    import torch
+
+    memory = torch.get_device_module(device_type).memory
+    memory._record_memory_history(max_entries=ALLOCATIONS)
+    try:
+        yield
+        memory._dump_snapshot(f"{path}.pickle")
+    finally:
+        memory._record_memory_history(enabled=None)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anygauge.observability.profiler import torch_profile
+from anygauge.observability.profiler import memory_profile, torch_profile
 
 SIZE = 3 << 20
 
@@ -27,9 +27,7 @@ def test_torch_records_the_kernels(tmp_path: Path) -> None:
 
 
 def test_an_allocation_is_in_the_snapshot_with_its_stack(tmp_path: Path) -> None:
-    from anygauge_cuda.profiler import memory_profile
-
-    with memory_profile(str(tmp_path / "actor-0")):
+    with memory_profile("cuda", str(tmp_path / "actor-0")):
         torch.empty(SIZE, dtype=torch.uint8, device="cuda")
     (path,) = tmp_path.iterdir()
     assert path.name == "actor-0.pickle"

@@ -6,10 +6,12 @@ import gzip
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from anygauge.device import memory_phase
@@ -19,6 +21,7 @@ from anygauge.plugins import load_plugins
 from anygauge_cpu.device import CpuDevice
 from anygauge_cpu.plugin import CPU
 from anygauge_hooks import hookimpl
+from anygauge_hooks.types import BackendSpec
 
 
 class Profilers:
@@ -36,10 +39,10 @@ class Profilers:
         raise ValueError("nothing was recorded")
 
 
-def worker(rank: int = 1) -> WorkerProfiler:
+def worker(rank: int = 1, backend: BackendSpec = CPU) -> WorkerProfiler:
     plugins = load_plugins(only=["cpu"])
     plugins.register(Profilers(), "profilers")
-    context: Any = SimpleNamespace(backend=CPU, plugins=plugins)
+    context: Any = SimpleNamespace(backend=backend, plugins=plugins)
     return WorkerProfiler(context, Row("actor", rank))
 
 
@@ -76,3 +79,30 @@ def test_what_fails_is_told_and_ends_nothing(tmp_path: Path) -> None:
     assert profiler.stop() is None
     told = "no plugin makes a profiler of kind 'vendor' for backend cpu"
     assert told in str(profiler.start("vendor", str(tmp_path), ()))
+
+
+class History:
+    """Stands for the memory module of an accelerator."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def _record_memory_history(self, enabled: object = "all", max_entries: int = 0) -> None:
+        self.calls.append(enabled)
+
+    def _dump_snapshot(self, path: str) -> None:
+        self.calls.append(path)
+
+
+def test_a_history_of_allocations_is_written_for_backends_that_name_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    history = History()
+    monkeypatch.setattr(torch, "get_device_module", {"cpu": SimpleNamespace(memory=history)}.get)
+    profiler = worker(backend=replace(CPU, profile_kinds=("memory",)))
+    assert profiler.start("memory", str(tmp_path), ()) is None
+    assert profiler.stop() is None
+    assert history.calls == ["all", str(tmp_path / "actor-1.pickle"), None]
+    assert "no plugin makes a profiler of kind 'memory'" in (
+        worker().start("memory", str(tmp_path), ()) or ""
+    )
