@@ -75,6 +75,8 @@ def test_processes_come_up_while_the_data_are_read(tmp_path: Path, monkeypatch: 
     events: list[str] = []
 
     class Preparing:
+        cluster = ""
+
         def __enter__(self) -> Preparing:
             return self
 
