@@ -19,6 +19,8 @@ import tempfile
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,13 +59,17 @@ SAMPLE_NAMES = (
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """A Python file."""
 
     path: str
     text: str
-    nodes: Sequence[ast.AST]
-    """All nodes of its syntax tree."""
+
+    @cached_property
+    def nodes(self) -> Sequence[ast.AST]:
+        """All nodes of its syntax tree."""
+        return [*ast.walk(ast.parse(self.text))]
 
     @property
     def lines(self) -> int:
@@ -91,7 +97,7 @@ def read_tree(root: Path) -> Tree:
     """Return the sources of a tree."""
     paths = [path for area in AREAS for path in sorted((root / area).rglob("*.py"))]
     texts = [(str(path.relative_to(root)), path.read_text(encoding="utf-8")) for path in paths]
-    return Tree(root, [Source(path, text, [*ast.walk(ast.parse(text))]) for path, text in texts])
+    return Tree(root, [Source(path, text) for path, text in texts])
 
 
 # -------------------------------------------------------------------------
@@ -266,7 +272,7 @@ def broad_excepts(tree: Tree) -> list[str]:
     return [
         source.at(node, source.text.splitlines()[node.lineno - 1].strip())
         for source in tree.sources
-        if source.is_core
+        if source.is_core and "except" in source.text
         for node in source.nodes
         if isinstance(node, ast.ExceptHandler) and is_broad(node.type)
     ]

@@ -9,6 +9,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -146,6 +147,7 @@ def test_the_glossary_is_in_alphabetical_order() -> None:
     assert [term for term, where in rows if not NAMED.search(where)] == []
 
 
+@cache
 def defining_files() -> dict[str, set[str]]:
     """Return the files that define each public class and function, by its words, such as ``scope map``."""
     files: dict[str, set[str]] = {}

@@ -49,6 +49,7 @@ NOT_IN_DOCUMENTS = (
     ),
     *("what can run here", "what tells", "takes its turn", "holds its memory"),
 )
+BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 RIDDLE = r":(?:param \w+|returns|raises \w+): +(?:What|Of|By|That|Who|Whom)\b.*"
 
 
@@ -61,21 +62,37 @@ class Source:
     docstrings: list[tuple[int, str]]
     """Line and text, of attributes and constants too."""
     found: int
-    """How often a local variable or an argument is named so."""
+    """How often a local variable or an argument of what ships is named so."""
 
 
 @cache
 def read(path: Path) -> Source:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    docstrings = []
-    found = 0
-    for node in ast.walk(tree):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str(text))):
-                docstrings.append((node.lineno, text.strip()))
-            case ast.Name(id="found") | ast.arg(arg="found"):
-                found += 1
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    docstrings = [
+        (node.lineno, str(node.value.value).strip())
+        for node in statements(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str)
+    ]
+    is_counted = path.relative_to(ROOT).parts[0] in SHIPPED and "found" in text
+    found = sum(is_found(node) for node in ast.walk(tree)) if is_counted else 0
     return Source([*definitions(tree)], docstrings, found)
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements below a node; most nodes are of expressions, which have none."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, BLOCKS):
+            yield child
+            yield from statements(child)
+
+
+def is_found(node: ast.AST) -> bool:
+    match node:
+        case ast.Name(id="found") | ast.arg(arg="found"):
+            return True
+    return False
 
 
 def words(name: str) -> set[str]:
@@ -88,7 +105,7 @@ def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, bool]]:
         if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield prefix + child.name, isinstance(child, ast.ClassDef)
             yield from definitions(child, f"{prefix}{child.name}.")
-        elif isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+        elif isinstance(child, BLOCKS):
             yield from definitions(child, prefix)
 
 

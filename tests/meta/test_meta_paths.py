@@ -39,6 +39,8 @@ def add(level: int | None, more: int) -> int | None:
 
 def outside(source: str, depth: int) -> Iterator[str]:
     """Yield the paths that lie above the root, which is ``depth`` directories above the file."""
+    if "__file__" not in source:
+        return  # most files, which take seconds to parse
     names = {"__file__": 0}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assign) and (level := levels(node.value, names)) is not None:

@@ -6,7 +6,8 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,12 @@ def meets(requirement: Requirement, found: dict[str, str]) -> bool:
     return version is not None and requirement.specifier.contains(version)
 
 
+@cache
+def distributions() -> Mapping[str, Sequence[str]]:
+    """Return the distributions that have each top-level module; every file of every distribution is read."""
+    return packages_distributions()
+
+
 def imported_modules(folder: Path) -> dict[str, Path]:
     """Return the top-level modules that a package imports, each with a file that does."""
     found: dict[str, Path] = {}
@@ -144,7 +151,7 @@ def imported_modules(folder: Path) -> dict[str, Path]:
 )
 def test_what_the_root_distribution_imports_is_declared(folder: str) -> None:
     modules = imported_modules(ROOT / folder)
-    owners = packages_distributions()
+    owners = distributions()
     optional = (each for extra in ("test", "media", "qlora") for each in declared(extra))
     names = {canonicalize_name(each.name) for each in (*declared(), *optional)}
     undeclared = {
