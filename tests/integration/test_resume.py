@@ -186,14 +186,14 @@ class Interrupts(Digits):
 def test_interrupted_and_resumed(inputs: Path) -> None:
     whole, name = undisturbed(inputs), "interrupted"
     points = [
-        (Interrupts(generating=1), None),
-        (Interrupts(training=2), 2),
-        (Interrupts(generating=3), None),
-        (Interrupts(generating=5), 4),
+        (Interrupts(generating=1), 100, None),
+        (Interrupts(training=2), 2, 2),  # which is due, and saved once
+        (Interrupts(generating=3), 100, None),
+        (Interrupts(generating=5), 100, 4),
     ]
-    for plugin, step in points:
+    for plugin, every, step in points:
         with pytest.raises(KeyboardInterrupt):
-            train_here(inputs, name, plugin, resume=True, every=100)
+            train_here(inputs, name, plugin, resume=True, every=every)
         assert plugin.saved == ([] if step is None else [f"step-{step:08d}"])
         text = f"saving step {step} when it is done; Ctrl-C again to stop at once"
         assert (text in plugin.said) == (step is not None)

@@ -92,10 +92,12 @@ def test_a_checkpoint_appears_when_every_rank_has_written(
     odd = {"label": np.array([1, 2]), "path": Path("x")}
     assert writer.start(20, {"step": 20, "version": 20, "source": {"cursor": 7}, "rollout": odd}) is None
     assert writer.poll() is None
+    assert (writer.writing, writer.complete) == (20, 0)
     assert names(tmp_path) == [".step-00000020.partial"]
     assert latest_checkpoint(tmp_path) is None
     workers.writes = True
     path = writer.finish()
+    assert (writer.writing, writer.complete) == (None, 20)
     assert path == tmp_path / "checkpoints" / "step-00000020"
     assert names(tmp_path) == ["step-00000020"]
     found = latest_checkpoint(tmp_path)
