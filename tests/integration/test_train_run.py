@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from anygauge.config.load import LoadedConfig, load_config
 from anygauge.plugins import Plugins, load_plugins
-from anygauge.run_directory.directory import open_run_directory
+from anygauge.run_directory.directory import reserve_run_directory
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import CheckpointError, RewardError
@@ -279,7 +279,7 @@ def test_a_directory_that_cannot_be_made_is_named(inputs: Path) -> None:
     config = config.model_copy(update={"run": config.run.model_copy(update={"directory": inputs / "file"})})
     with (
         pytest.raises(CheckpointError, match=r"cannot be made: .*Not a directory"),
-        open_run_directory(config, {}),
+        reserve_run_directory(config),
     ):
         raise AssertionError("it was made")
 

@@ -30,7 +30,7 @@ from anygauge.planning.plan import Assumptions, make_plan
 from anygauge.planning.shape import read_shape
 from anygauge.plugins import Plugins, load_plugins, select_backend
 from anygauge.rollout.rewards import Scorer
-from anygauge.run_directory.directory import open_run_directory
+from anygauge.run_directory.directory import reserve_run_directory
 from anygauge.runtime.memory_advice import advise, advise_death
 from anygauge.runtime.placement import check_capacity
 from anygauge.runtime.rpc import Died, Raised, WorkerId, deadline_error, error_of
@@ -245,7 +245,8 @@ def long_prompt() -> None:
 def occupied_directory() -> None:
     config = load(load_plugins(only=["cpu"]))
     for _ in range(2):
-        with open_run_directory(config, {}) as directory:
+        with reserve_run_directory(config) as reserved:
+            directory = reserved.open({})
             (directory.path / "metrics.jsonl").write_text('{"train/step": 1}')
 
 

@@ -32,7 +32,7 @@ from anygauge.run_directory.checkpoint_reader import Checkpoint, checkpoint_path
 from anygauge.run_directory.resume import apply_changes, is_changed, set_aside
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["ReservedDirectory", "RunDirectory", "open_run_directory", "reserve_run_directory"]
+__all__ = ["ReservedDirectory", "RunDirectory", "reserve_run_directory"]
 
 logger = logging.getLogger(__name__)
 
@@ -162,16 +162,6 @@ class ReservedDirectory:
         if not opened.continues:
             opened.begin()
         return opened
-
-
-@contextmanager
-def open_run_directory(config: Config, environment: Mapping[str, str]) -> Iterator[RunDirectory]:
-    """Reserve the run's directory, and begin the run in it.
-
-    Parameters and errors are those of :func:`reserve_run_directory` and of :meth:`ReservedDirectory.open`.
-    """
-    with reserve_run_directory(config) as reserved:
-        yield reserved.open(environment)
 
 
 @contextmanager

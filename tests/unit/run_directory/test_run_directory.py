@@ -13,7 +13,7 @@ import tomli_w
 
 from anygauge.config import Config
 from anygauge.run_directory.checkpoints import CheckpointWriter
-from anygauge.run_directory.directory import RunDirectory, open_run_directory, reserve_run_directory
+from anygauge.run_directory.directory import RunDirectory, reserve_run_directory
 from anygauge_hooks.errors import CheckpointError
 
 STEP_0, STEP_1 = '{"eval/step": 0}\n', '{"perf/step": 1}\n'
@@ -56,7 +56,8 @@ def make_config(directory: Path, **changes: Any) -> Config:
 
 def opened(config: Config) -> RunDirectory:
     """Open and close a run directory as a run does that has nothing to do."""
-    with open_run_directory(config, {"host": "here"}) as directory:
+    with reserve_run_directory(config) as reserved:
+        directory = reserved.open({"host": "here"})
         if directory.continues:
             directory.begin()
         return directory
@@ -168,7 +169,8 @@ def test_a_run_cannot_go_on_to_a_step_before_its_checkpoint(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("option", ["run__overwrite", "run__resume"])
 def test_a_directory_in_use_is_refused(tmp_path: Path, option: str) -> None:
-    with open_run_directory(make_config(tmp_path), {}) as directory:
+    with reserve_run_directory(make_config(tmp_path)) as reserved:
+        directory = reserved.open({})
         before = snapshot(directory.path)
         with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on "):
             opened(make_config(tmp_path, **{option: True}))
@@ -450,7 +452,8 @@ def test_a_file_that_cannot_be_read_at_a_resume_is_named_for_what_it_is(
 
 
 def test_a_directory_knows_whether_it_is_still_there(tmp_path: Path) -> None:
-    with open_run_directory(make_config(tmp_path), {}) as directory:
+    with reserve_run_directory(make_config(tmp_path)) as reserved:
+        directory = reserved.open({})
         directory.check()
         directory.path.rename(tmp_path / "elsewhere")
         with pytest.raises(CheckpointError, match="was moved or deleted"):
@@ -500,7 +503,8 @@ def test_a_run_that_took_a_step_does_not(tmp_path: Path, has_checkpoint: bool) -
 
 
 def test_a_run_that_goes_on_is_in_use_and_not_to_be_deleted(tmp_path: Path) -> None:
-    with open_run_directory(make_config(tmp_path), {}) as directory:
+    with reserve_run_directory(make_config(tmp_path)) as reserved:
+        directory = reserved.open({})
         (directory.path / "metrics.jsonl").write_text(STEP_1)
         with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"):
             opened(make_config(tmp_path))
