@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["Tree", "covers", "flatten", "merge", "plain", "put", "remove"]
+__all__ = ["Tree", "covers", "flatten", "is_inside", "merge", "plain", "put", "remove"]
 
 Tree = dict[str, Any]
 
@@ -64,9 +64,14 @@ def remove(tree: Tree, path: str) -> None:
 
 def covers(path: str, other: str) -> bool:
     """Return whether two dotted paths are equal, or one is a table that contains the other."""
-    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
+    return is_inside(path, [other]) or is_inside(other, [path])
 
 
 def plain(path: str) -> str:
     """Return the path of the key that holds a list's item: ``data.train`` for ``data.train[0]``."""
     return re.sub(r"\[\d+\]", "", path)
+
+
+def is_inside(name: str, others: Collection[str]) -> bool:
+    """Return whether a dotted name is one of the others, or within one of them: of keys, or of modules."""
+    return any(name == other or name.startswith(f"{other}.") for other in others)

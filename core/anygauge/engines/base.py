@@ -27,7 +27,7 @@ from anygauge.observability.phases import record_phase
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import NonFiniteError
 
-__all__ = ["BaseEngine", "check_finite"]
+__all__ = ["BaseEngine", "check_finite", "torch_dtype"]
 
 
 class BaseEngine(ABC):
@@ -117,3 +117,9 @@ def check_finite(step: int, loss: float, norm: float) -> None:
             f"Optimizer step {step}: loss {loss}, gradient norm {norm}; no weight was changed.",
             hint="Lower train.lr, check the rewards, or use train.dtype = 'float32'.",
         )
+
+
+def torch_dtype(config: Config) -> torch.dtype:
+    """Return the dtype that the model computes in."""
+    dtype: torch.dtype = getattr(torch, config.train.dtype or "float32")
+    return dtype

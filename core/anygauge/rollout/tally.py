@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from anygauge_hooks.errors import RewardError, RolloutError
 from anygauge_hooks.rl import Group
 
-__all__ = ["Tally"]
+__all__ = ["Tally", "reasons"]
 
 REASONS = 3
 """Distinct reasons that a message lists."""
@@ -53,7 +53,7 @@ class Tally:
         self.failed.setdefault(why, []).append(place)
         if _count(self.failed) > self.most_failed:
             raise RolloutError(
-                f"{_count(self.failed)} rollouts of a step failed{_listed(self.failed)}",
+                f"{_count(self.failed)} rollouts of a step failed{reasons(self.failed)}",
                 hint="Correct the function or the data, or raise rollout.max_failed_ratio.",
             )
 
@@ -71,7 +71,7 @@ class Tally:
             self.unscored.setdefault(why, []).append(group.prompt.source or f"prompt {group.prompt.index}")
         if lost and _count(self.unscored) > self.most_unscored:
             raise RewardError(
-                f"{_count(self.unscored)} rollouts of a step could not be scored{_listed(self.unscored)}",
+                f"{_count(self.unscored)} rollouts of a step could not be scored{reasons(self.unscored)}",
                 hint="Correct the data or the function, or raise reward.max_failed_ratio.",
             )
 
@@ -95,7 +95,7 @@ def _count(places: dict[str, list[str]]) -> int:
     return sum(map(len, places.values()))
 
 
-def _listed(places: dict[str, list[str]]) -> str:
+def reasons(places: dict[str, list[str]]) -> str:
     """Return the most frequent reasons, with some of the prompts of each."""
     lines = []
     for why, where in sorted(places.items(), key=lambda entry: -len(entry[1]))[:REASONS]:

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 from anygauge.config import Config
 from anygauge.config.deprecated_keys import renamed_keys
 from anygauge.config.load import dump_config
-from anygauge.config.rules.resume import CHANGEABLE, is_one_of
+from anygauge.config.rules.resume import CHANGEABLE
 from anygauge.config.secret_values import masked
-from anygauge.config.tree import flatten
+from anygauge.config.tree import flatten, is_inside
 from anygauge.disk import free_name, parse_toml, remove_abandoned
 from anygauge.run_directory.checkpoint_reader import Checkpoint, checkpoint_paths
 from anygauge.run_directory.checkpoints import SUPERSEDED, append_only_files, installed_packages
@@ -87,7 +87,7 @@ def apply_changes(old: Path, config: Config) -> None:
 
 def _refusal_hint(keys: Sequence[str]) -> str:
     hint = "Restore these keys to continue it, or choose another --run.name."
-    if not all(is_one_of(key, CHANGEABLE) for key in keys):
+    if not all(is_inside(key, CHANGEABLE) for key in keys):
         return hint
     accepted = sorted({"data" if key.startswith("data.") else key for key in keys})
     return f"{hint} To continue it with these changes: --run.accept_changes '{json.dumps(accepted)}'."
@@ -100,7 +100,7 @@ def is_changed(old: Path, config: Config) -> bool:
 
 def _may_change(change: _Change, config: Config) -> bool:
     allowed = (*HARMLESS, *ROUNDING, *config.run.accept_changes)
-    return is_one_of(change.key, allowed) or _is_moved(change, config)
+    return is_inside(change.key, allowed) or _is_moved(change, config)
 
 
 def _is_moved(change: _Change, config: Config) -> bool:
@@ -122,9 +122,9 @@ def _effect(change: _Change, config: Config) -> str:
     """Return what a change does to the steps that follow, as a clause to append."""
     if change.key == "run.steps" and config.train.lr_schedule == "cosine":
         return f"; the learning rate goes on along the cosine of a run of {change.new} steps"
-    if change.key == "data.train" and not is_one_of(change.key, config.run.accept_changes):
+    if change.key == "data.train" and not is_inside(change.key, config.run.accept_changes):
         return "; the rows must be those of the checkpoint, which is checked"
-    return "; the bits may differ from here on" if is_one_of(change.key, ROUNDING) else ""
+    return "; the bits may differ from here on" if is_inside(change.key, ROUNDING) else ""
 
 
 def _changes(old: Path, config: Config) -> Iterator[_Change]:

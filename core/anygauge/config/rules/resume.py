@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from anygauge.config.schema import Config
+from anygauge.config.tree import is_inside
 from anygauge_hooks.types import ConfigProblem
 
-__all__ = ["CHANGEABLE", "is_one_of", "resume_rule"]
+__all__ = ["CHANGEABLE", "resume_rule"]
 
 CHANGEABLE = (
     *("data", "reward"),
@@ -20,11 +21,6 @@ CHANGEABLE = (
 """Sections and keys that make another experiment, and that a checkpoint can go on with nevertheless."""
 
 
-def is_one_of(key: str, sections: Collection[str]) -> bool:
-    """Return whether a key is one of these, or within one of these tables."""
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
-
-
 def resume_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProblem]:
     """Yield a resume of a run that is to be deleted, and keys that no resume may change."""
     run = config.run
@@ -32,6 +28,6 @@ def resume_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigPr
         hint = "run.overwrite deletes the run that run.resume continues; give one of them"
         yield ConfigProblem(path="run.resume", found=True, hint=hint)
     for key in run.accept_changes:
-        if not is_one_of(key, CHANGEABLE):
+        if not is_inside(key, CHANGEABLE):
             hint = f"a resume cannot change it; it can change {', '.join(CHANGEABLE)}"
             yield ConfigProblem(path="run.accept_changes", found=key, hint=hint)

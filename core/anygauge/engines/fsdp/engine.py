@@ -20,11 +20,11 @@ from anygauge.device import on_device, seed_everything
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.distributed.known_results import check_known_results
 from anygauge.engines.agreement import check_facts_agree, config_facts
-from anygauge.engines.base import BaseEngine, check_finite
+from anygauge.engines.base import BaseEngine, check_finite, torch_dtype
 from anygauge.engines.fsdp.batch import MicroBatch, micro_batches
 from anygauge.engines.fsdp.checkpoint import Checkpointer
 from anygauge.engines.fsdp.mesh import ReplicaCheck, data_mesh, mesh_groups
-from anygauge.engines.fsdp.model import Outputs, build_model, torch_dtype
+from anygauge.engines.fsdp.model import Outputs, build_model
 from anygauge.engines.fsdp.optimizer import ShardedOptimizer
 from anygauge.engines.fsdp.start_check import check_at_start
 from anygauge.engines.fsdp.weights import (

@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 
 from anygauge.config import Config
 from anygauge.config.modalities import modalities
+from anygauge.engines.base import torch_dtype
 from anygauge.engines.forbidden import logprob_without, top_k_without
 from anygauge.engines.fsdp.attention import register_attention
 from anygauge.engines.fsdp.layers import TableLayers, find_table_layers
@@ -325,12 +326,6 @@ def _start_adapters(root: ShardedModel, config: Config) -> None:
     root.adapters.start(shards, config.run.seed)
     if path is not None:
         root.adapters.read(shards, path)
-
-
-def torch_dtype(config: Config) -> torch.dtype:
-    """Return the dtype that the model computes in; weights that are trained are float32."""
-    dtype: torch.dtype = getattr(torch, config.train.dtype or "float32")
-    return dtype
 
 
 def _build(config: Config, spec: ModelSpec, hf: Mapping[str, Any], *, has_towers: bool) -> Any:

@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from anygauge.config.lora import LoraSettings, lora_settings, read_adapter_config
 from anygauge.config.schema import Lora
+from anygauge.config.tree import is_inside
 from anygauge.engines.agreement import shown
 from anygauge.engines.dequantize import open_unquantized
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["chosen_layers", "distinct_names", "full_modules", "is_inside", "log_frozen_experts"]
+__all__ = ["chosen_layers", "distinct_names", "full_modules", "log_frozen_experts"]
 
 _log = logging.getLogger(__name__)
 
@@ -141,11 +142,6 @@ def _sharing(weights: Weights, name: str) -> list[str]:
         for other, theirs in weights.items()
         if not is_inside(other, [name]) and not own.isdisjoint(theirs)
     ]
-
-
-def is_inside(name: str, modules: Sequence[str]) -> bool:
-    """Return whether this names one of the modules, or what is in one."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def distinct_names(layers: Iterable[str], others: Iterable[str]) -> Collection[str]:

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from anygauge.config.lora import LoraSettings, adapter_config, lora_settings
 from anygauge.config.schema import Lora
+from anygauge.config.tree import is_inside
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.agreement import shown
 from anygauge.engines.lora.base import AdapterState, checksum, first_values, index_sum, log_sizes
 from anygauge.engines.lora.files import opened_adapter, write_adapter
-from anygauge.engines.lora.layers import chosen_layers, distinct_names, full_modules, is_inside
+from anygauge.engines.lora.layers import chosen_layers, distinct_names, full_modules
 from anygauge.engines.megatron.checkpoints.shards import LocalTensor
 from anygauge.engines.megatron.layers.adapter import NAME, LinearAdapter, add_adapter
 from anygauge.engines.megatron.layers.latent_attention import ReplicatedLinear

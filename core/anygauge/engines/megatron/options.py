@@ -14,11 +14,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from anygauge.config import Config
 from anygauge.config.schema import Parallel
+from anygauge.engines.base import torch_dtype
 from anygauge.engines.megatron.config_fields import TUNABLE, config_fields
 from anygauge.engines.megatron.layers.activation import activation_function
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["MegatronOptions", "megatron_options", "refusal", "torch_dtype"]
+__all__ = ["MegatronOptions", "megatron_options", "refusal"]
 
 _CLASSES = {
     "transformer": TransformerConfig,
@@ -97,12 +98,6 @@ def refusal(error: Exception) -> ConfigError:
         f"Megatron refuses the config of the train engine: {reason}",
         hint="Change the keys of [train.megatron].",
     )
-
-
-def torch_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of the weights."""
-    dtype: torch.dtype = getattr(torch, config.train.dtype or "float32")
-    return dtype
 
 
 def _transformer(config: Config, architecture: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

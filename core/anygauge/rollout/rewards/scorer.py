@@ -18,6 +18,7 @@ from anygauge.rollout.rewards.messages import CallSpec, Setup
 from anygauge.rollout.rewards.pool import UNTRIED, Bounds, Job, Pool
 from anygauge.rollout.rewards.resolve import resolve_rewards
 from anygauge.rollout.rewards.shaping import overlong_penalty, raw_number
+from anygauge.rollout.tally import reasons
 from anygauge_hooks.errors import RewardError
 from anygauge_hooks.rl import Group, Sample
 
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Scorer", "check_reward"]
 
 logger = logging.getLogger(__name__)
-
-_REASONS = 3
-"""Distinct reasons that a message lists."""
-_PLACES = 3
-"""Prompts that it names for each."""
 
 
 def check_reward(reward: Reward, plugins: Plugins) -> None:
@@ -194,7 +190,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             return
         untried = len(places.pop(UNTRIED, ()))
         failed, ratio = sum(map(len, places.values())), self._reward.max_failed_ratio
-        message = f"{failed} of {_count(groups)} samples could not be scored{_listed(places)}"
+        message = f"{failed} of {_count(groups)} samples could not be scored{reasons(places)}"
         if failed > allowed:
             raise RewardError(
                 message + (f"\n  and {untried} were not tried" if untried else ""),
@@ -274,15 +270,3 @@ def _called(call: Call, item: Item) -> list[Outcome]:
         return call.outcomes(call.fn(**call.arguments(item)), item)
     except Exception as error:  # noqa: BLE001 - foreign code: a reward; the samples get the reason
         return [call.failed(failure(error))] * call.size(item)
-
-
-def _listed(places: dict[str, list[str]]) -> str:
-    """Return the most frequent reasons, with some of the prompts of each."""
-    ordered = sorted(places.items(), key=lambda entry: -len(entry[1]))
-    lines = []
-    for reason, prompts in ordered[:_REASONS]:
-        some = list(dict.fromkeys(prompts))
-        more = ", ..." if len(some) > _PLACES else ""
-        lines.append(f"\n  {len(prompts)} ({', '.join(some[:_PLACES])}{more}): {reason}")
-    rest = len(ordered) - _REASONS
-    return ":" + "".join(lines) + (f"\n  and {rest} other reasons" if rest > 0 else "")
