@@ -262,11 +262,7 @@ def build_policy(
     :param is_critic: Whether it has a value head for an output layer.
     """
     directory = config.model.path
-    hf = read_config(directory)
-    hf = as_language_model(hf) if is_critic else hf
-    spec: ModelSpec = _with_modalities(plugins.model(hf.get("architectures") or ()), hf, modalities(config))
-    if is_critic:
-        spec, hf = value_model(spec, hf)
+    spec, hf = _family_of(config, plugins, is_critic=is_critic)
     model = megatron_model(spec)
     architecture = model.transformer_config(hf)
     if model.build is None and not any(kind.build for kind in model.layers(hf)):
@@ -304,11 +300,7 @@ def build_policy(
         policy = _with_adapters(policy, config)
     _mark_split(policy.tensors, policy.all_rules)
     if load:
-        policy.load(directory)
-        if not is_critic:  # which leaves the policy's head out, and nothing else that the policy does not
-            dtype = options.transformer.params_dtype
-            unused, carried = spec.unused_weights(hf), spec.carried_weights(hf)
-            tell_what_is_lost(directory, policy.base_tensors, policy.rules, unused, carried, dtype)
+        _read_weights(policy, directory, is_critic=is_critic)
     for chunk in policy.chunks:
         chunk.to(device.torch_device)
     if load and config.train.lora.is_on:
@@ -316,6 +308,26 @@ def build_policy(
         path = config.train.lora.path
         policy.adapters.start(policy.held(), policy.position, seed=config.run.seed, path=path)
     return policy
+
+
+def _family_of(
+    config: Config, plugins: LoadedPlugins, *, is_critic: bool
+) -> tuple[ModelSpec, Mapping[str, Any]]:
+    """Return the family of ``model.path`` and the model's config, with the output layer of its role."""
+    hf = read_config(config.model.path)
+    hf = as_language_model(hf) if is_critic else hf
+    spec: ModelSpec = _with_modalities(plugins.model(hf.get("architectures") or ()), hf, modalities(config))
+    return value_model(spec, hf) if is_critic else (spec, hf)
+
+
+def _read_weights(policy: Policy, directory: Path, *, is_critic: bool) -> None:
+    """Load a policy, and warn of weights of the directory that are unused or lose precision."""
+    policy.load(directory)
+    if is_critic:  # it leaves the policy's head out, and nothing else that the policy does not
+        return
+    spec, hf, dtype = policy.spec, policy.hf, policy.options.transformer.params_dtype
+    unused, carried = spec.unused_weights(hf), spec.carried_weights(hf)
+    tell_what_is_lost(directory, policy.base_tensors, policy.rules, unused, carried, dtype)
 
 
 def _with_adapters(policy: Policy, config: Config) -> Policy:
