@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from typing import TYPE_CHECKING
 
@@ -37,12 +38,13 @@ def read_installed() -> list[Requires]:
 
     The direct ones come first. Optional requirements are listed only where they are installed.
     """
+    version = cache(_version)  # many ask for the same, and each answer parses its metadata
     owners = sorted({name for each in distributions() if (name := _canonical(each)).startswith(ROOT)})
-    rows = [row for owner in owners for row in _direct(owner, optional=True)]
+    rows = [row for owner in owners for row in _direct(owner, version, optional=True)]
     seen = {*owners, *(row.name for row in rows)}
     queue = [row.name for row in rows if row.installed]
     while queue:
-        for row in _direct(queue.pop(0), optional=False):
+        for row in _direct(queue.pop(0), version, optional=False):
             rows.append(row)
             if row.installed and row.name not in seen:
                 seen.add(row.name)
@@ -56,24 +58,24 @@ def _canonical(package: Distribution) -> str:
     return str(canonicalize_name(package.name))
 
 
-def _direct(owner: str, *, optional: bool) -> Iterator[Requires]:
+def _direct(owner: str, version: Callable[[str], str | None], *, optional: bool) -> Iterator[Requires]:
     from packaging.utils import canonicalize_name
 
-    for requirement, is_extra in _requirements(owner):
+    for requirement, is_extra in _requirements(owner, optional):
         name = str(canonicalize_name(requirement.name))
-        version = _version(name)
-        if is_extra and (not optional or version is None):
+        installed = version(name)
+        if is_extra and installed is None:
             continue
-        ok = version is not None and requirement.specifier.contains(version, prereleases=True)
-        yield Requires(owner, name, str(requirement.specifier), version, ok)
+        ok = installed is not None and requirement.specifier.contains(installed, prereleases=True)
+        yield Requires(owner, name, str(requirement.specifier), installed, ok)
 
 
-def _requirements(owner: str) -> Iterator[tuple[Requirement, bool]]:
+def _requirements(owner: str, optional: bool) -> Iterator[tuple[Requirement, bool]]:
     """Yield what a distribution requires on this platform, and whether only an extra asks for it."""
     from packaging.requirements import Requirement
 
     package = distribution(owner)
-    extras = package.metadata.get_all("Provides-Extra") or []
+    extras = (package.metadata.get_all("Provides-Extra") or []) if optional else []
     for text in package.requires or []:
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from anygauge.cli import doctor, main
-from anygauge.cli.installed import _direct
+from anygauge.cli.installed import _direct, _version
 from anygauge.cli.probe import _checks
 from anygauge_hooks import host as shared
 from anygauge_hooks.errors import UnknownBackendError
@@ -446,7 +446,7 @@ def test_the_extra_of_the_package_holds_nothing_against_the_pinned_pair(
         own = f"Provides-Extra: vendor\n{''.join(requires)}" if name == "anygauge_npu" else ""
         (info / "METADATA").write_text(text + own)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert {row.name: row.ok for row in _direct("anygauge-npu", optional=True)} == {
+    assert {row.name: row.ok for row in _direct("anygauge-npu", _version, optional=True)} == {
         "torch": is_met,
         "torch-npu": is_met,
     }
