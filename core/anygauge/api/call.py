@@ -107,8 +107,17 @@ class Call:
         self.put({"eval": {"data": files}})
 
     def give_metrics(self, metrics: Any) -> None:
-        """Set the metric functions: one, or several."""
+        """Set the metric functions: one, or several.
+
+        :raises ConfigError: One is neither a function nor the name of one.
+        """
         functions = list(metrics) if isinstance(metrics, list | tuple) else [metrics]
+        for each in functions:
+            if not isinstance(each, str) and not callable(each):
+                raise ConfigError(
+                    f"metrics is {_shown(each)}, which is no function.",
+                    hint="Write def metrics(groups), which returns a dict of numbers.",
+                )
         self.put(tree_of({METRICS: functions}, self.functions.name))
 
     def put(self, tree: Mapping[str, Any]) -> None:

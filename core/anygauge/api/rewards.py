@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from anygauge.config.named_functions import PYTHON
+from anygauge.config.schema import Config
 from anygauge.rollout.rewards.limited import Limited
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import ConfigError
@@ -42,6 +43,8 @@ class GivenFunctions:
         path = import_path(function)
         if path is not None:
             return path
+        if key.partition(".")[0] not in Config.model_fields:
+            return _stem(function)  # the check of the config refuses the key, and names the one that is meant
         functions = self._metrics if key == METRICS else self._rewards
         if key != METRICS and "reward" not in key.split("."):
             raise ConfigError(

@@ -95,9 +95,15 @@ class _StepWatcher:
     """Plugin that calls functions before and after each step."""
 
     def __init__(self, before_step: Callable[[int], object] | None, on_step: OnStep | None) -> None:
-        self._before_step = before_step
+        if before_step is not None:
+            what = "before_step cannot be called with the number of a step"
+            _check_callable(before_step, [1], what, "Write def before_step(step).")
         if on_step is not None:
-            _check_on_step(on_step)
+            what = "on_step cannot be called with a step and its metrics"
+            _check_callable(
+                on_step, [1, {}], what, "Write def on_step(step, metrics); a true result ends the run."
+            )
+        self._before_step = before_step
         self._on_step = on_step
         self.is_stopped = False
 
@@ -114,17 +120,15 @@ class _StepWatcher:
             self.is_stopped |= bool(self._on_step(run.step, dict(metrics)))
 
 
-def _check_on_step(on_step: OnStep) -> None:
-    """Raise at once if a function cannot be called after a step; the run would have to take one first.
+def _check_callable(function: Callable[..., object], arguments: Sequence[Any], what: str, hint: str) -> None:
+    """Raise at once if a function cannot be called in a step; the run would have to begin first.
 
-    :raises ConfigError: It does not take a number and a mapping.
+    :param what: Begins the error, such as ``on_step cannot be called with a step``.
+    :raises ConfigError: It does not take the arguments.
     """
     try:
-        inspect.signature(on_step).bind(1, {})
+        inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        raise ConfigError(
-            f"on_step cannot be called with a step and its metrics: {error}.",
-            hint="Write def on_step(step, metrics); a true result ends the run.",
-        ) from error
+        raise ConfigError(f"{what}: {error}.", hint=hint) from error
     except ValueError:
         return  # a function of C says nothing of its arguments

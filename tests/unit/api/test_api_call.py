@@ -105,6 +105,13 @@ def test_prompts_that_are_no_list(prompts: Any) -> None:
 def test_a_function_that_cannot_be_called_after_a_step_is_refused_before_the_first() -> None:
     with pytest.raises(ConfigError, match=r"on_step cannot be called(?s:.*)def on_step\(step, metrics\)"):
         anygauge.train("m", on_step=lambda step: None)  # type: ignore[arg-type,misc]
+    with pytest.raises(ConfigError, match=r"before_step cannot be called(?s:.*)def before_step\(step\)"):
+        anygauge.train("m", before_step=lambda: None)  # type: ignore[arg-type,misc]
+
+
+def test_what_is_no_metric_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"metrics is 3 \(int\)(?s:.*)def metrics\(groups\)"):
+        anygauge.train("m", metrics=[3])
 
 
 def test_a_keyword_that_is_like_an_argument_is_refused_with_its_name() -> None:
@@ -307,6 +314,13 @@ function = "exact_match"
         ({"train": {"lrr": 1}}, ["train.lrr: found 1 in the call; unknown key; did you mean train.lr?"]),
         ({"train.lr": "fast"}, ["train.lr: found 'fast' in the call; must be a valid number"]),
         ({"lr": 1e-3}, ["lr: found 0.001 in the call; unknown key; did you mean train.lr or critic.lr?"]),
+        (
+            {"reward_funcs": [lambda response: 0.0]},
+            [
+                "reward_funcs: found ['lambda'] in the call; unknown key; "
+                "write reward.function (docs/migrate/trl.md)"
+            ],
+        ),
     ],
 )
 def test_a_wrong_override_is_the_error_of_the_command_line(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import pytest
 
+import anygauge
 from anygauge.config.keys import config_keys
 from anygauge.config.validate import validate
 from anygauge.migrate import slime, trl, verl
@@ -46,6 +50,14 @@ def test_a_key_that_does_not_exist_is_noticed() -> None:
     assert exists("rollout.sglang.tp_size")
     assert not exists("rollout.tp_size")
     assert not exists("nothing.at_all")
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_an_argument_of_train_that_a_note_names_exists(project: str) -> None:
+    named = {
+        name for row in rows(project).values() for name in re.findall(r"train\(\.\.\., (\w+)=", row.note)
+    }
+    assert named <= {*inspect.signature(anygauge.train).parameters}
 
 
 def test_every_value_of_a_table_in_code_is_one_of_ours() -> None:
