@@ -63,12 +63,16 @@ def print_keys(words: Sequence[str], *, as_json: bool = False) -> int:
 
 
 def _foreign(words: Sequence[str]) -> Iterator[str]:
-    """Yield our keys for words that are arguments of other projects."""
+    """Yield our keys for words that are arguments of other projects, or why there are none."""
+    from anygauge.config.validate import meant_key
     from anygauge.migrate.table import foreign_keys
 
     for word in words:
-        for project, row in foreign_keys(word):
+        keys = list(foreign_keys(word))
+        for project, row in keys:
             yield f"  {word} of {project}: {' and '.join(row.keys)} (docs/migrate/{project}.md)"
+        if not keys and (meant := meant_key(word)):
+            yield f"  {word}: {meant}"
 
 
 def _matches(key: Key, words: Sequence[str]) -> bool:

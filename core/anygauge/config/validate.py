@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -193,6 +194,7 @@ def _problem(detail: ErrorDetails) -> ConfigProblem:
 
 
 def _path(loc: Sequence[int | str]) -> str:
+    loc = loc[:-1] if loc[-1:] == ("[key]",) else loc  # pydantic's mark of a wrong key of a table
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
 
 
@@ -276,6 +278,10 @@ def _value_hint(detail: ErrorDetails) -> str:
         text += "; float16 is not supported, and bfloat16 has the same size"
     if detail["type"] == "literal_error" and detail["input"] in FP8:
         text += "; `anygauge convert --to-bfloat16 DIR OUT` writes a checkpoint in FP8 as bfloat16"
+    if detail["type"] == "literal_error":
+        choices = re.findall(r"'([^']+)'", detail["ctx"]["expected"])
+        close = difflib.get_close_matches(str(detail["input"]), choices, n=1)
+        text += "".join(f"; did you mean {name!r}?" for name in close)
     return text.replace("must be an object", "must be a table")
 
 

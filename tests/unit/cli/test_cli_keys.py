@@ -69,6 +69,10 @@ def test_arguments_of_other_projects_are_named_by_ours(capsys: pytest.CaptureFix
     assert main(["keys", "use-kl-loss"]) == 1
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line.split()[2] for line in lines] == ["slime:", "verl:"]
+    assert main(["keys", "actor_rollout_ref", "num_train_epochs"]) == 1
+    table, argument = capsys.readouterr().out.splitlines()[1:]
+    assert table.startswith("  actor_rollout_ref: a table of verl: `anygauge import verl FILE`")
+    assert argument.startswith("  num_train_epochs: set run.steps: epochs")
 
 
 def test_each_key_is_a_json_object(capsys: pytest.CaptureFixture[str]) -> None:

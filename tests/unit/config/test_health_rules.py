@@ -83,13 +83,17 @@ def test_the_warning_gives_way_to_an_error_below_it() -> None:
             {"health": "limits = {logprob_abs_diff = 1}"},
             r"health\.limits\.logprob_abs_diff: .*keys of its own",
         ),
-        ({"run": 'stop_on = ["truncated"]'}, r"run\.stop_on\[0\]: .*truncated"),
+        ({"run": 'stop_on = ["truncated"]'}, r"run\.stop_on\[0\]: .*did you mean 'truncation'\?"),
         (
             {"run": 'stop_on = ["truncation"]', "health": 'limits = {truncation = "none"}'},
             r"'truncation' never fires: health\.limits\.truncation is off",
         ),
         ({"health": "limits = {truncation = -1}"}, r"health\.limits\.truncation: found -1"),
-        ({"health": "limits = {trunk = 1}"}, r"health\.limits\.trunk"),
+        (
+            {"health": "limits = {truncated = 1}"},
+            r"health\.limits\.truncated: found 'truncated'; .*did you mean 'truncation'\?",
+        ),
+        ({"health": "limits = {truncation = 80}"}, r"truncation: found 80\.0; .*from 0 to 1: 80 % is 0\.8"),
     ],
 )
 def test_rules_and_limits_that_cannot_be(load: Load, keys: dict[str, str], refused: str) -> None:
@@ -122,6 +126,10 @@ def test_a_warning_above_the_error_is_refused(load: Load, health: str, limit: st
 )
 def test_limits_that_go_together(load: Load, health: str) -> None:
     load({"health": health})
+
+
+def test_a_limit_of_a_count_may_be_above_one(load: Load) -> None:
+    load({"health": "limits = {gradient_spike = 20, truncation = 1, host_memory = 'none'}"})
 
 
 def test_the_limit_of_the_precision_counts(load: Load) -> None:

@@ -86,7 +86,8 @@ def computing_dtype(config: Config) -> str:
 
 
 def health_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProblem]:
-    """Yield limits that have no effect, and rules that would stop the run but are off."""
+    """Yield limits that have no effect or are no fraction, and rules that would stop the run but are off."""
+    yield from _percentages(config)
     warning, limits = config.health.logprob_abs_diff_warning, logprob_limits(config)
     if isinstance(warning, float) and limits.error is not None and warning > limits.error:
         hint = (
@@ -101,3 +102,12 @@ def health_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigPr
         if name in config.run.stop_on and limit.value is None:
             hint = f"{name!r} never fires: {limit.key} is off; set it, or leave the rule out"
             yield ConfigProblem(path="run.stop_on", found=list(config.run.stop_on), hint=hint)
+
+
+def _percentages(config: Config) -> Iterator[ConfigProblem]:
+    """Yield limits of fractions above 1: percentages, which no run would reach."""
+    fractions = {rule.name for rule in RULES if rule.unit == "fraction"}
+    for name, limit in config.health.limits.items():
+        if name in fractions and limit is not None and limit > 1:
+            hint = f"is a fraction from 0 to 1: {limit:g} % is {limit / 100:g}"
+            yield ConfigProblem(path=f"health.limits.{name}", found=limit, hint=hint)
