@@ -19,7 +19,7 @@ from anygauge.config.rules.file import INPUTS
 from anygauge.config.schema import Config
 from anygauge.config.schema.section import NAME_PATTERN
 from anygauge.config.tree import Tree, merge
-from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.errors import ConfigError, DataError
 
 __all__ = ["Call", "check_keywords"]
 
@@ -261,6 +261,14 @@ def _paths(data: Any) -> Sequence[str]:
 
 
 def rows_of(prompts: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield prompts as rows."""
-    for prompt in prompts:
+    """Yield prompts as rows.
+
+    :raises DataError: One is no text and no list of messages; an error of its row would name a file.
+    """
+    for number, prompt in enumerate(prompts):
+        if prompt is None or isinstance(prompt, bytes | int | float | Mapping):
+            raise DataError(
+                f"Prompt {number} is {_shown(prompt)}, neither a string nor a list of messages.",
+                hint='Give "37+58=" or [{"role": "user", "content": "37+58="}], without a row around it.',
+            )
         yield {"prompt": prompt}

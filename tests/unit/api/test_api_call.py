@@ -102,6 +102,12 @@ def test_prompts_that_are_no_list(prompts: Any) -> None:
         anygauge.generate("m", prompts)
 
 
+@pytest.mark.parametrize("prompt", [5, None, {"prompt": "1 ="}])
+def test_a_prompt_that_is_no_text(prompt: Any) -> None:
+    with pytest.raises(DataError, match=f"Prompt 1 is {prompt} .*neither a string nor a list of messages"):
+        anygauge.generate("m", ["1+1=", prompt])
+
+
 def test_a_function_that_cannot_be_called_after_a_step_is_refused_before_the_first() -> None:
     with pytest.raises(ConfigError, match=r"on_step cannot be called(?s:.*)def on_step\(step, metrics\)"):
         anygauge.train("m", on_step=lambda step: None)  # type: ignore[arg-type,misc]
