@@ -175,12 +175,12 @@ def test_a_device_that_is_not_visible(ids: list[str], visible: str | None) -> No
 # -------------------------------------------------------------------------
 
 
-def config(*, colocated: bool = False, engine: str = "sglang", **sglang: Any) -> Any:
+def config(*, sleeps: bool = False, engine: str = "sglang", **sglang: Any) -> Any:
     arguments = {name.replace("_", "-"): value for name, value in sglang.items()}
     rollout = SimpleNamespace(engine=engine, sglang=arguments, groups=())
     return SimpleNamespace(
         rollout=rollout,
-        placement=SimpleNamespace(colocated=colocated),
+        placement=SimpleNamespace(sleeps=sleeps),
         train=SimpleNamespace(provider=None, provider_options={}),
     )
 
@@ -192,10 +192,10 @@ def problems(given: Any, *, ok: bool = True) -> list[str]:
 
 def test_servers_that_sleep_need_the_memory_saver() -> None:
     """It is not installed where the tests run; on a host without a GPU it may be so elsewhere."""
-    assert problems(config(colocated=True)) == ["placement.colocated"]
-    assert problems(config(colocated=True), ok=False) == []
+    assert problems(config(sleeps=True)) == ["placement.colocated"]
+    assert problems(config(sleeps=True), ok=False) == []
     assert problems(config()) == []
-    assert problems(config(colocated=True, engine="transformers")) == []
+    assert problems(config(sleeps=True, engine="transformers")) == []
 
 
 def test_both_ends_have_one_kind_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -415,11 +415,11 @@ def test_sizes_follow_from_the_memory_of_the_devices(
 def test_a_model_with_norms_over_all_heads_is_not_divided_among_tensor_ranks() -> None:
     """Another model of its size is, on devices so small."""
     olmo = {**QWEN3_8B, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "rms_norm_eps": 1e-6}
-    for name, hf, tensor in (("qwen", QWEN3_8B, 2), ("olmo", olmo | {"rope_theta": 500_000}, 1)):
+    for name, hf, is_divided in (("qwen", QWEN3_8B, True), ("olmo", olmo | {"rope_theta": 500_000}, False)):
         make_model(name, hf)
         options = ["--model", name, "--backend", "cuda", "--devices", "8", "--device-memory", "64", "--force"]
         assert main(["init", *options]) == 0
-        assert load_alone("cuda").train.parallel.tensor == tensor
+        assert (load_alone("cuda").train.parallel.tensor > 1) == is_divided
 
 
 def test_device_memory_that_nobody_tells_is_assumed_and_said(capsys: pytest.CaptureFixture[str]) -> None:
