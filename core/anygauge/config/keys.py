@@ -57,7 +57,7 @@ PAGES: Mapping[str, str] = {
     "train.engine": "fsdp",
     "train.lr": "algorithms",
     "train.provider": "hooks",
-    "train.freeze": "media",
+    "train.freeze": "models",
     "train.fused_loss": "loss",
     "train.loss_memory_gib": "loss",
     "train.prefix_packing": "batching",

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from anygauge.config.schema import Config
 from anygauge_hooks.media import MediaKind
 
-__all__ = ["TOWERS", "media_fields", "modalities"]
+__all__ = ["TOWERS", "media_fields", "modalities", "weight_expressions"]
 
 TOWERS: Mapping[str, frozenset[MediaKind]] = {
     "vision": frozenset({"image", "video"}),
     "audio": frozenset({"audio"}),
 }
 """Media kinds of each tower, by the tower's name in ``train.freeze``."""
+
+_PARTS = frozenset({*TOWERS, "language"})
+
+
+def weight_expressions(config: Config) -> Sequence[str]:
+    """Return the entries of ``train.freeze`` that are regular expressions, and no parts of a model."""
+    return [each for each in config.train.freeze if each not in _PARTS]
 
 
 def modalities(config: Config) -> frozenset[MediaKind]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.families import family
-from anygauge.config.modalities import TOWERS, media_fields, modalities
+from anygauge.config.modalities import TOWERS, media_fields, modalities, weight_expressions
 from anygauge.config.schema import Config, Data, EvalDataset, Media
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.types import ConfigProblem
@@ -26,6 +27,7 @@ def media_rule(config: Config, user_keys: Collection[str]) -> Problems:
     """Yield keys of media that contradict each other, or have no effect."""
     kinds = modalities(config)
     yield from _fields(config)
+    yield from _frozen_weights(config)
     if not kinds:
         yield from _without_media(config)
         return
@@ -115,6 +117,16 @@ def _fields(config: Config) -> Problems:
             if used[key] > 1:
                 hint = f"another key names the field {key!r} too; give each its own"
                 yield ConfigProblem(path=f"{path}.{kind}", found=key, hint=hint)
+
+
+def _frozen_weights(config: Config) -> Problems:
+    """Yield entries of ``train.freeze`` that are neither parts nor regular expressions."""
+    for expression in weight_expressions(config):
+        try:
+            re.compile(expression)
+        except re.error as error:
+            hint = f"no part (vision, audio, language) and no regular expression: {error}"
+            yield ConfigProblem(path="train.freeze", found=expression, hint=hint)
 
 
 def _without_media(config: Config) -> Problems:

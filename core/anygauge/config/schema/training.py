@@ -125,8 +125,9 @@ class Train(Section):
     """Largest global gradient norm; 0 does not clip."""
     recompute: Literal["none", "elementwise", "selective", "full"] = "none"
     """Activation recompute: none; norms and gated activations; core attention too; or every layer."""
-    freeze: tuple[Literal["vision", "audio", "language"], ...] = ()
-    """Parts of a multimodal model that are not trained."""
+    freeze: tuple[str, ...] = ()
+    """Weights that are not trained: parts of a multimodal model (``vision``, ``audio``, ``language``), or
+    regular expressions that match whole names of the checkpoint's tensors."""
     replica_check_every: NonNegative = 10
     """Optimizer steps from one comparison of replicated weights and gradients among ranks to the next; the
     first step of a process is compared too. 0 never compares them."""

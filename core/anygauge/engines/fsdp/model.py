@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -21,16 +21,24 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from transformers.initialization import no_init_weights
 
 from anygauge.config import Config
-from anygauge.config.modalities import modalities
+from anygauge.config.modalities import modalities, weight_expressions
 from anygauge.engines.base import torch_dtype
 from anygauge.engines.forbidden import logprob_without, top_k_without
+from anygauge.engines.freezing import frozen_tensors
 from anygauge.engines.fsdp.attention import register_attention
 from anygauge.engines.fsdp.layers import TableLayers, find_table_layers
 from anygauge.engines.fsdp.lora import Adapters, add_adapters
 from anygauge.engines.fsdp.master_weights import MasterWeights, replace_parameters
 from anygauge.engines.fsdp.nf4 import Nf4Shard, quantize_layers
 from anygauge.engines.fsdp.towers import Towers, take_out
-from anygauge.engines.fsdp.weights import StoredNames, load_weights, local_shards, warn_of_unused
+from anygauge.engines.fsdp.weights import (
+    StoredNames,
+    base_shards,
+    load_weights,
+    local_shards,
+    stored_names,
+    warn_of_unused,
+)
 from anygauge.engines.lora.layers import log_frozen_experts
 from anygauge.engines.media import freeze
 from anygauge.kernels.linear_logprob import linear_topk
@@ -271,7 +279,11 @@ def build_model(
     if not trains:
         for parameter in root.parameters():
             parameter.data = parameter.data.to(dtype)
-    left_out = [] if spec.media is None else _choose_towers(root, spec.media, hf, config)
+    left_out: Sequence[str] = ()
+    if spec.media is not None:
+        left_out = _choose_towers(root, spec.media, hf, config)
+    elif trains:
+        freeze(root, config.train.freeze, towers=())
     root.table_layers = find_table_layers(model, kernels, context.device.torch_device)
     lora = config.train.lora
     if lora.is_on and trains:
@@ -281,6 +293,8 @@ def build_model(
             root.quantized = quantize_layers(root, dtype, context.device.torch_device)
     unused = [*left_out, *spec.unused_weights(hf)]
     root.unused = [f"^{re.escape(prefix)}" for prefix in unused]
+    if trains and (expressions := weight_expressions(config)):
+        _freeze_weights(root, expressions, config.model.path)
     if config.train.recompute == "full" and trains:
         for layer in root.blocks:
             _recompute(layer)
@@ -318,6 +332,23 @@ def _choose_towers(root: ShardedModel, media: MediaSpec, hf: Mapping[str, Any], 
     if any(parameter.requires_grad for parameter in root.parameters()):
         freeze(root, config.train.freeze, towers)
     return left_out
+
+
+def _freeze_weights(root: ShardedModel, expressions: Collection[str], directory: Path) -> None:
+    """Freeze weights by the names that the checkpoint has. A collective.
+
+    :raises ConfigError: See :func:`~anygauge.engines.freezing.frozen_tensors`.
+    """
+    stored = stored_names(root, directory)
+    parameters = {
+        shard.name: shard.tensor for shard in base_shards(root) if isinstance(shard.tensor, nn.Parameter)
+    }
+    names = {
+        name: [each for expert in stored[name].experts for each in expert] if name in stored else [name]
+        for name in parameters
+    }
+    for name in frozen_tensors(expressions, names, may_lack=root.is_critic):
+        parameters[name].requires_grad_(False)
 
 
 def _start_adapters(root: ShardedModel, config: Config) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "load_weights",
     "local",
     "local_shards",
+    "stored_names",
     "warn_of_unused",
     "whole",
 ]
@@ -135,6 +136,15 @@ def load_weights(root: Any, directory: Path) -> Mapping[str, StoredNames]:
                 with shard.writing() as rows:
                     _read(rows, shard, names.get(shard.name), source)
     return names
+
+
+def stored_names(root: Any, directory: Path) -> Mapping[str, StoredNames]:
+    """Return where a Hugging Face directory has the tensors of a model, by the model's names. A collective.
+
+    :raises WeightMappingError: Lists the tensors that are missing, unexpected or of a wrong shape.
+    """
+    with on_every_rank(open_unquantized(directory), directory) as source:
+        return _locate(root, source)
 
 
 def warn_of_unused(directory: Path, prefixes: Sequence[str], carried: Sequence[str]) -> None:

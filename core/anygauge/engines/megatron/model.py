@@ -18,13 +18,14 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from anygauge.config import Config
-from anygauge.config.modalities import modalities
+from anygauge.config.modalities import modalities, weight_expressions
 from anygauge.config.roles import as_language_model
 from anygauge.config.schema import Parallel
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.distributed.layout import Layout
 from anygauge.engines.agreement import on_every_rank
 from anygauge.engines.dequantize import open_unquantized
+from anygauge.engines.freezing import frozen_tensors
 from anygauge.engines.hf_directory import read_config
 from anygauge.engines.lora.layers import log_frozen_experts
 from anygauge.engines.media import freeze
@@ -296,6 +297,8 @@ def build_policy(
         if model.embedding_scale is not None:
             _scale_embeddings(output_owner(chunk, model.output_owner), model.embedding_scale(hf))
         freeze(chunk, config.train.freeze, _towers(spec, hf))
+    if expressions := weight_expressions(config):
+        _freeze_weights(policy, expressions, is_critic=is_critic)
     if config.train.lora.is_on:
         policy = _with_adapters(policy, config)
     _mark_split(policy.tensors, policy.all_rules)
@@ -330,6 +333,30 @@ def _read_weights(policy: Policy, directory: Path, *, is_critic: bool) -> None:
     tell_what_is_lost(directory, policy.base_tensors, policy.rules, unused, carried, dtype)
 
 
+def _freeze_weights(policy: Policy, expressions: Collection[str], *, is_critic: bool) -> None:
+    """Freeze weights by the names that the checkpoint has; all ranks look at those of the whole model.
+
+    :raises ConfigError: See :func:`~anygauge.engines.freezing.frozen_tensors`.
+    """
+    names: dict[str, list[str]] = {}
+    for rule in policy.rules:
+        names.setdefault(_stack(rule), []).extend(rule.hf)
+    frozen = set(frozen_tensors(expressions, names, may_lack=is_critic))
+    tensors, parameters = policy.tensors, [each for chunk in policy.chunks for each in chunk.parameters()]
+    owners = {parameter.untyped_storage().data_ptr(): parameter for parameter in parameters}
+    for rule in policy.rules:
+        if rule.canonical in tensors and _stack(rule) in frozen:
+            owner = owners.get(tensors[rule.canonical].untyped_storage().data_ptr())
+            if owner is not None:  # a buffer has none
+                owner.requires_grad_(False)
+    _let_recomputed_learn(policy)
+
+
+def _stack(rule: TensorRule) -> str:
+    """Return the name of the tensor that a rule's is in: the experts of a layer are one."""
+    return rule.canonical if rule.expert is None else rule.canonical.removesuffix(str(rule.expert))
+
+
 def _with_adapters(policy: Policy, config: Config) -> Policy:
     """Add the adapters of ``[train.lora]`` to a model, and freeze all other weights."""
     transformer = policy.options.transformer
@@ -342,10 +369,15 @@ def _with_adapters(policy: Policy, config: Config) -> Policy:
         tied=tied_weights(policy.spec, policy.hf),
         sequence_parallel=transformer.sequence_parallel,
     )
-    if transformer.recompute_granularity == "full":
+    _let_recomputed_learn(policy)
+    return replace(policy, adapters=adapters)
+
+
+def _let_recomputed_learn(policy: Policy) -> None:
+    """Let recomputed layers after a frozen embedding have gradients."""
+    if policy.options.transformer.recompute_granularity == "full":
         for chunk in policy.chunks:
             _let_gradients_pass(output_owner(chunk, policy.output_owner))
-    return replace(policy, adapters=adapters)
 
 
 def _let_gradients_pass(owner: Any) -> None:

@@ -1,0 +1,54 @@
+"""Weights that are frozen by name: regular expressions of ``train.freeze``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from anygauge.engines.agreement import shown
+from anygauge_hooks.errors import ConfigError
+
+__all__ = ["frozen_tensors"]
+
+
+def frozen_tensors(
+    expressions: Collection[str], names: Mapping[str, Sequence[str]], *, may_lack: bool = False
+) -> list[str]:
+    """Return the tensors of a model that expressions freeze.
+
+    :param expressions: Each matches whole names of a checkpoint's tensors.
+    :param names: Tensors of the whole model, each with the names of the checkpoint's tensors that it is made
+        of.
+    :param may_lack: Whether expressions may match nothing, as on a critic, which has no output layer.
+    :raises ConfigError: One matches nothing, or a part of a tensor; or nothing is left that learns.
+    """
+    for expression in expressions:
+        if not may_lack and not any(re.fullmatch(expression, each) for own in names.values() for each in own):
+            ends = sorted({".".join(each.split(".")[-2:]) for own in names.values() for each in own})
+            raise ConfigError(
+                f"train.freeze: {expression!r} matches no weight of the checkpoint.",
+                hint="Write vision, audio, language, or an expression of whole names, which end in: "
+                f"{', '.join(ends)}.",
+            )
+    frozen = [tensor for tensor, own in names.items() if _is_frozen(expressions, own)]
+    if len(frozen) == len(names):
+        raise ConfigError(
+            f"train.freeze = {sorted(expressions)} leaves nothing to train.",
+            hint="Write expressions that match fewer weights.",
+        )
+    return frozen
+
+
+def _is_frozen(expressions: Collection[str], names: Sequence[str]) -> bool:
+    """Return whether all of a tensor's names match.
+
+    :raises ConfigError: Only some do.
+    """
+    inside = [name for name in names if any(re.fullmatch(each, name) for each in expressions)]
+    if inside and len(inside) < len(names):
+        others = [name for name in names if name not in inside]
+        raise ConfigError(
+            f"train.freeze: {shown(inside)} is one tensor with {shown(others)} here.",
+            hint="Freeze all of them or none, or choose the other train engine, whose tensors differ.",
+        )
+    return bool(inside)
