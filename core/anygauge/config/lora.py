@@ -120,8 +120,13 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         yield f"init_lora_weights = {config['init_lora_weights']!r}"
     for key in sorted(config.keys() - _TAKEN - _INERT - {"bias", "init_lora_weights"}):
-        if config[key]:
+        if config[key] or _is_zero(config[key]):
             yield f"{key} = {config[key]!r}"
+
+
+def _is_zero(value: Any) -> bool:
+    """Return whether a value is a number, such as that of the first layer in ``layers_to_transform``."""
+    return type(value) in (int, float) and not value
 
 
 def adapter_config(

@@ -138,6 +138,7 @@ ADAPTERS: Iterable[tuple[Mapping[str, Any], list[str], str]] = (
     ({"peft_type": "IA3"}, [], "peft_type = 'IA3', which LoRA here does not support"),
     ({"bias": "all"}, [], "bias = 'all', which"),
     ({"use_rslora": True}, [], "use_rslora = True, which"),
+    ({"layers_to_transform": 0}, [], "layers_to_transform = 0, which"),
     ({"rank_pattern": {"q_proj": 2}}, [], r"rank_pattern = \{'q_proj': 2\}, which"),
     ({"target_modules": None}, [], "target_modules = None, which"),
     ({"init_lora_weights": "pissa"}, [], "init_lora_weights = 'pissa', which"),

@@ -64,7 +64,7 @@ DELTA = {
     **{"shared_expert_intermediate_size": 8},
 }
 MODELS: dict[str, Model] = {
-    "fsdp-Qwen2": ("Qwen2", {}, {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
+    "fsdp-Qwen2": ("Qwen2", {}, {"target_modules": "all-linear", "modules_to_save": ["lm_head", "norm"]}),
     "fsdp-GPT2": (
         "GPT2",
         {"n_embd": 32, "n_layer": 2, "n_head": 4},
@@ -79,7 +79,7 @@ MODELS: dict[str, Model] = {
     "megatron-Qwen2": (
         "Qwen2",
         {},
-        {"target_modules": "all-linear", "modules_to_save": ["lm_head", "model.norm"]},
+        {"target_modules": "all-linear", "modules_to_save": ["lm_head", "norm"]},
     ),
     "megatron-Qwen3": (
         "Qwen3",
@@ -94,10 +94,10 @@ MODELS: dict[str, Model] = {
         {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
     ),
 }
-"""Engine and architecture, what is odd about this, and what has an adapter in peft: GPT-2's weights are
-transposed, Phi's output layer has a bias, and Mixtral's experts are no linear layers. In Megatron, Qwen's
-linears are fused and Phi-3's are fused in the checkpoint too; some of DeepSeek's are not divided. A head's
-queries, keys and values are together in Qwen3-Next."""
+"""Engine and architecture, what is odd about this, and what has an adapter in peft: all norms of Qwen2 end in
+``norm``, GPT-2's weights are transposed, Phi's output layer has a bias, and Mixtral's experts are no linear
+layers. In Megatron, Qwen's linears are fused and Phi-3's are fused in the checkpoint too; some of DeepSeek's
+are not divided. A head's queries, keys and values are together in Qwen3-Next."""
 ENGINES = ("fsdp", "megatron")
 LORA = {"rank": 4, "alpha": 12.0}
 

@@ -184,7 +184,7 @@ def add_adapters(root: Any, lora: Lora, dtype: torch.dtype) -> Adapters:
         name: [id(each) for each in module._parameters.values() if each is not None]
         for name, module in model.named_modules()
     }
-    saved = list(full_modules(weights, settings.modules_to_save))
+    saved = list(full_modules(lora, weights, settings.modules_to_save))
     chosen = chosen_layers(lora, settings, layers, root.output_name, saved)
     _check_unshared(model, {name: layers[name] for name in chosen})
     adapters = Adapters(settings, {name: layers[name] for name in chosen}, layers.keys() - {*chosen}, saved)

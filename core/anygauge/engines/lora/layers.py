@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 
 import torch.distributed as dist
@@ -105,14 +106,18 @@ def _check_same(chosen: Sequence[str], stored: Sequence[str]) -> None:
         )
 
 
-def full_modules(weights: Weights, wanted: Sequence[str]) -> Iterator[str]:
+def full_modules(lora: Lora, weights: Weights, wanted: Sequence[str]) -> Iterator[str]:
     """Yield the names of the modules that are trained in full.
 
     :param weights: Weights of all modules of the model; a module without any of its own has an empty entry.
+    :param wanted: Ends of names at a dot, if the config has them. Those of an adapter of peft's end anywhere,
+        as in peft: ``norm`` is ``input_layernorm`` too.
     :raises ConfigError: One is not there, or shares a weight with another module.
     """
     for target in wanted:
         is_wanted = _matcher(target, is_pattern=False)
+        if lora.path is not None and lora.modules_to_save is None:
+            is_wanted = methodcaller("endswith", target)
         names = [name for name in weights if is_wanted(name)]
         if not any(_weights_of(weights, name) for name in names):
             ends = sorted({name.rpartition(".")[2] for name, own in weights.items() if own})

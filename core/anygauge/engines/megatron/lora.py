@@ -254,7 +254,7 @@ def _choose(
     :raises ConfigError: It matches nothing, or what cannot be trained so.
     """
     weights = _weights(rules, tied)
-    saved = list(full_modules(weights, settings.modules_to_save))
+    saved = list(full_modules(lora, weights, settings.modules_to_save))
     names = [name.removesuffix(_WEIGHT) for rule in linears for name in rule.hf]
     layers = chosen_layers(lora, settings, names, _output_layer(rules, tied), saved)
     return _Choice(
