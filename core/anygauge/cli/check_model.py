@@ -31,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", metavar="NAME", help="backend (default: as anygauge train chooses)")
     parser.add_argument("--prompt", metavar="TEXT", help="text to compare (default: a sentence)")
     parser.add_argument(
-        "--against", metavar="ENGINE", help="also compare with a server of this rollout engine (sglang)"
+        "--against",
+        type=_server,
+        metavar="ENGINE",
+        help="transformers (the default), or sglang: also compare with a server of this rollout engine",
     )
     parser.add_argument(
         "--layers", type=positive, metavar="N", help="check the first N layers, for a model that does not fit"
@@ -39,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="let Python files of the directory run"
     )
+
+
+def _server(name: str) -> str | None:
+    """Return the rollout engine with a server, or ``None`` for the model that is always compared."""
+    return None if name == "transformers" else name
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ def phi(tmp_path: Path) -> Path:
 
 def test_the_command_prints_a_row_for_each_check(phi: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["check-model", str(phi), "--backend", "cpu"]
-    assert main([*arguments, "--engine", "fsdp", "--prompt", PROMPT]) == 0
+    assert main([*arguments, "--engine", "fsdp", "--prompt", PROMPT, "--against", "transformers"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[9:24].strip() for line in lines] == list(CHECKS)
     assert {line.split()[0] for line in lines} == {"PASS"}
