@@ -85,6 +85,8 @@ class Observer:
 class Here:
     """Stands for a group of one worker: the object itself, with arguments and results that are pickled."""
 
+    cluster = ""
+
     def __init__(self, config: Config, backend: BackendSpec, plugins: Plugins, **launch: Any) -> None:
         device = plugins.make_device(backend, 0)
         context = WorkerContext(rank=0, world_size=1, backend=backend, device=device, plugins=plugins)

@@ -85,6 +85,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Workers:
     """Workers that come up until somebody waits for them."""
 
+    cluster = ""
+
     def __enter__(self) -> Workers:
         return self
 
