@@ -2,9 +2,10 @@
 
     python bench/health_faults.py                     # a tiny model on the CPU, a few minutes in all
     python bench/health_faults.py wrong_rope leak     # some of them
+    python bench/health_faults.py --healthy           # ten runs without a fault
 
-A line per fault: the rule that is expected, the step at which it fired, and the other rules that fired. Ends
-with status 1 if an expected rule stayed silent, or one fired in the run without a fault. Faults that need
+A line per run: the rule that is expected, the step at which it fired, and the other rules that fired. Ends
+with status 1 if an expected rule stayed silent, or one fired in a run without a fault. Faults that need
 servers, stale weights or answers that are cut are in tests/integration; an idle device and a full host are
 not tried.
 """
@@ -90,9 +91,27 @@ class Fault:
     reward: str = "digits"
 
 
+def healthy(**keys: Any) -> Fault:
+    """Return a run without a fault."""
+    common = {"rollout__max_new_tokens": 80, "train__lr": 1e-6, "run__steps": 20}
+    return Fault(None, {**common, **keys}, reward="noise")
+
+
+HEALTHY = {
+    "none": healthy(),
+    "seed 1": healthy(run__seed=1),
+    "seed 2": healthy(run__seed=2),
+    "two optimizer steps": healthy(train__optimizer_steps=2),
+    "against a reference": healthy(algorithm__kl_coef=0.01),
+    "RLOO": healthy(algorithm__advantage="rloo"),
+    "bfloat16": healthy(train__dtype="bfloat16"),
+    "adapters": healthy(**{"train__lora.rank": 4, "train__lr": 1e-4}),
+    "FSDP": healthy(train__engine="fsdp"),
+    "critic": healthy(algorithm__advantage="gae", critic__lr=1e-5),
+}
 LONG = {"rollout__max_new_tokens": 80, "run__steps": 40}
 FAULTS = {
-    "none": Fault(None, {"rollout__max_new_tokens": 80, "train__lr": 1e-6, "run__steps": 20}, reward="noise"),
+    "none": HEALTHY["none"],
     "wrong_rope": Fault(
         "logprob_abs_diff", {"run__steps": 2, "health__logprob_abs_diff_error": "none"}, WRONG_ROPE
     ),
@@ -115,8 +134,13 @@ def main() -> int:
     """Run the faults and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS))
-    names = parser.parse_args().faults or list(FAULTS)
-    return 0 if all([judge(name, FAULTS[name]) for name in names]) else 1
+    parser.add_argument("--healthy", action="store_true", help="the runs without a fault")
+    asked = parser.parse_args()
+    runs = HEALTHY if asked.healthy else FAULTS
+    names = asked.faults or list(runs)
+    if unknown := [name for name in names if name not in runs]:
+        parser.error(f"there is no {unknown[0]!r}; choose from: {', '.join(runs)}")
+    return 0 if all([judge(name, runs[name]) for name in names]) else 1
 
 
 def judge(name: str, fault: Fault) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -28,6 +29,7 @@ SHARD = "model-00001-of-00001.safetensors"
 STEPS, EVERY = 6, 2
 SEED = 3
 KILLED = -signal.SIGKILL
+WITHIN_S = 60.0
 Rows = list[dict[str, Any]]
 Run = Callable[..., str]
 
@@ -148,15 +150,20 @@ def test_killed_inside_a_save(inputs: Path, run: Run) -> None:
 
 
 class Interrupts(Digits):
-    """Interrupts the run while it trains a step, or while it generates one."""
+    """Interrupts the run before a step, while it generates one, or while it trains one."""
 
-    def __init__(self, *, training: int | None = None, generating: int | None = None) -> None:
-        self.training, self.generating = training, generating
+    def __init__(
+        self, *, before: int | None = None, generating: int | None = None, training: int | None = None
+    ) -> None:
+        self.before, self.generating, self.training = before, generating, training
         self.step, self.said, self.saved = 0, list[str](), list[str]()
+        self.told = threading.Event()
 
     @hookimpl
     def before_train_step(self, run: RunInfo) -> None:
         self.step = run.step + 1
+        if self.step == self.before:
+            os.kill(os.getpid(), signal.SIGINT)
 
     @hookimpl
     def after_rollout(self) -> None:
@@ -171,11 +178,14 @@ class Interrupts(Digits):
         if self.step == self.generating:
             self.generating = None
             os.kill(os.getpid(), signal.SIGINT)
+            self.told.wait(WITHIN_S)  # else the step may be trained before the main thread sees the signal
         return digits(response)
 
     @hookimpl
     def on_wait(self, message: str) -> None:
         self.said.append(message)
+        if message.startswith("saving"):
+            self.told.set()
 
     @hookimpl
     def after_save_checkpoint(self, path: str) -> None:
@@ -186,9 +196,9 @@ class Interrupts(Digits):
 def test_interrupted_and_resumed(inputs: Path) -> None:
     whole, name = undisturbed(inputs), "interrupted"
     points = [
-        (Interrupts(generating=1), 100, None),
+        (Interrupts(before=1), 100, None),
         (Interrupts(training=2), 2, 2),  # which is due, and saved once
-        (Interrupts(generating=3), 100, None),
+        (Interrupts(before=3), 100, None),
         (Interrupts(generating=5), 100, 4),
     ]
     for plugin, every, step in points:

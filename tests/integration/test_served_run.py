@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from anygauge import Run
 from anygauge.observability.timeline import read_events
+from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.load_balancer import LoadBalancer
 from anygauge.serving.sglang.client.channel import Channel
 from anygauge.testing.tiny import tiny_tokenizer
@@ -32,6 +34,7 @@ from anygauge_tests.recipe import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("forked_actors")
 BUCKET_BYTES = 1 << 20
+WITHIN_S = 60.0
 """Holds the whole model: the default, 1 GiB for each of two buffers, is zeroed by the host in each run."""
 
 
@@ -261,12 +264,23 @@ def test_an_update_does_not_wait_for_the_poll_of_servers_that_abort(
 def test_requests_end_before_an_update_beside_trainers_that_never_sleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those that wait for the server's room are sent again after it: an update would wait for them."""
     options = {"sglang": "0.5.17", "token_s": 0.02, "lengths": "fixed:24", "abort_poll_s": 1e6}
     install(tmp_path / "plugin", [""], monkeypatch, **options)
+    aborts: list[EnginePool] = []
+    abort = EnginePool.abort
+
+    async def noted(pool: EnginePool) -> None:
+        aborts.append(pool)
+        await abort(pool)
+
+    monkeypatch.setattr(EnginePool, "abort", noted)
     observer = Observer()
     beside = {"placement__colocated": True, "placement__offload": "never", "placement__rollout_workers": 1}
     keys = {"rollout__schedule": "async", "rollout__max_staleness": 2, "rollout__max_new_tokens": 24}
-    run(tmp_path, observer, run__steps=4, weight_sync__drain_s=50, **beside, **keys)
+    few = {"rollout__client.concurrency": 4}
+    run(tmp_path, observer, run__steps=4, weight_sync__drain_s=50, **beside, **keys, **few)
+    assert not aborts
     samples = [sample for group in observer.groups for sample in group.samples]
     assert all(len(set(sample.weight_versions)) == 1 for sample in samples)
     assert 1 <= max(map(max, ages(observer.groups))) <= 2
@@ -322,6 +336,15 @@ def test_trainers_and_servers_on_one_device_take_turns(
 class Interrupter(Observer):
     """Interrupts the run as samples of its second step are scored."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = threading.Event()
+
+    @hookimpl
+    def on_wait(self, message: str) -> None:
+        if message.startswith("saving"):
+            self.told.set()
+
     @hookimpl
     def register_reward_functions(self) -> list[NamedFunction]:
         return [NamedFunction(name="length", fn=self.length, inline=True)]
@@ -330,6 +353,7 @@ class Interrupter(Observer):
         if len(self.metrics) == 1:
             self.metrics.clear()
             os.kill(os.getpid(), signal.SIGINT)
+            self.told.wait(WITHIN_S)  # else the step may be trained before the main thread sees the signal
         return float(len(response) % 3)
 
 

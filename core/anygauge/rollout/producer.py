@@ -159,6 +159,10 @@ class Producer:
         if self._failure is not None:
             raise self._failure
 
+    async def hold(self) -> None:
+        """Let no request through; what the engines have goes on."""
+        self._gate.shut()
+
     async def pause(self, drain_s: float = 0.0) -> None:
         """Pause every rollout, and return once the engines have no request.
 

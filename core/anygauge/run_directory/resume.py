@@ -42,7 +42,7 @@ ROUNDING = (
     *("train.micro_batch_tokens", "train.prefix_packing", "train.recompute", "train.fused_loss"),
     *("rollout.max_batch_tokens", "rollout.enforce_eager"),
     *("placement.train_workers", "placement.threads_per_worker", "placement.rollout_workers"),
-    "placement.colocated",
+    *("placement.colocated", "placement.offload"),
     *("run.deterministic", "train.parallel", "critic.parallel", "teacher.parallel"),
     *("rollout.sglang", "rollout.sglang_version", "rollout.groups", "rollout.external"),
 )

@@ -403,12 +403,16 @@ class EnginePool:
         A request that reaches an engine just after goes on: ask again while any is unanswered. With an abort
         for each of a thousand requests, an engine would need longer than to answer them.
         """
-        self._queue.abort()
-        self._prefill_queue.abort()
+        await self.abort_waiting()
         for active in self._active:
             active.aborted.set()
         for engine, error in await self._command(self._reachable(), lambda engine: engine.client.abort()):
             self._lose(engine, error)
+
+    async def abort_waiting(self) -> None:
+        """End the requests that wait for an engine, with no tokens; those that engines have go on."""
+        self._queue.abort()
+        self._prefill_queue.abort()
 
     async def set_memory_state(self, state: MemoryState) -> None:
         """Let the engines have that much in memory: all but ``"everything"`` puts them to sleep.

@@ -81,8 +81,9 @@ class ServedEngines:
         return self._config.weight_sync.pause != "abort" and all(peer.keeps_requests for peer in peers)
 
     def _pause(self) -> None:
-        """Keep new requests in the queue until the next update of the weights."""
+        """Keep new requests in the queue until the next update, and end those that are there already."""
         self._servers.mark(sorted(self._servers.synced), "paused")
+        self._loop.run(self._servers.pools[POLICY].abort_waiting())
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Run a coroutine in the event loop; restart servers that are lost meanwhile.

@@ -452,10 +452,9 @@ def test_the_extra_of_the_package_holds_nothing_against_the_pinned_pair(
     }
 
 
-def test_an_unknown_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda timeout: {"backends": {"cpu": {}, "npu": {}}})
+def test_an_unknown_backend_is_named() -> None:
     arguments = argparse.Namespace(backend="npuu", timeout=1.0, json=False)
-    with pytest.raises(UnknownBackendError, match="Unknown backend 'npuu'; known: cpu, npu"):
+    with pytest.raises(UnknownBackendError, match=r"Unknown backend 'npuu'; known: .*npu"):
         doctor.run(arguments)
 
 

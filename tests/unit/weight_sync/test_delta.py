@@ -111,7 +111,7 @@ def test_a_server_that_sleeps_between_updates_gets_everything_from_its_receiver(
     server: FakeServer, receiver: Receiver
 ) -> None:
     options = WeightSync(transport="delta", deadline_s=20)
-    config = SimpleNamespace(weight_sync=options, placement=SimpleNamespace(colocated=True))
+    config = SimpleNamespace(weight_sync=options, placement=SimpleNamespace(sleeps=True))
     transport = load_plugins(only=()).get("register_weight_transports", "delta").make(config, None)
     pusher = WeightPusher(options, transport, Buffers(partial(torch.empty, dtype=torch.uint8)))
     weights = first_weights()
