@@ -74,6 +74,7 @@ PAGES: Mapping[str, str] = {
     "debug": "debugging",
     "placement": "clusters",
     "placement.colocated": "colocation",
+    "placement.offload": "colocation",
     "cluster": "clusters",
     "weight_sync": "weight_sync",
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from anygauge.config.schema import Config
 from anygauge_hooks.media import MediaKind
 
-__all__ = ["TOWERS", "media_fields", "modalities", "weight_expressions"]
+__all__ = ["PARTS", "TOWERS", "media_fields", "modalities", "weight_expressions"]
 
 TOWERS: Mapping[str, frozenset[MediaKind]] = {
     "vision": frozenset({"image", "video"}),
@@ -15,12 +15,13 @@ TOWERS: Mapping[str, frozenset[MediaKind]] = {
 }
 """Media kinds of each tower, by the tower's name in ``train.freeze``."""
 
-_PARTS = frozenset({*TOWERS, "language"})
+PARTS = (*TOWERS, "language")
+"""Parts of a model that ``train.freeze`` names."""
 
 
 def weight_expressions(config: Config) -> Sequence[str]:
     """Return the entries of ``train.freeze`` that are regular expressions, and no parts of a model."""
-    return [each for each in config.train.freeze if each not in _PARTS]
+    return [each for each in config.train.freeze if each not in PARTS]
 
 
 def modalities(config: Config) -> frozenset[MediaKind]:

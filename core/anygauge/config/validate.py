@@ -274,15 +274,19 @@ def _value_hint(detail: ErrorDetails) -> str:
         text = "must be true or false"
     if field is not None and accepts_none(field):
         text += f', or "{NONE}"'
-    if detail["type"] == "literal_error" and detail["input"] in HALF:
-        text += "; float16 is not supported, and bfloat16 has the same size"
-    if detail["type"] == "literal_error" and detail["input"] in FP8:
-        text += "; `anygauge convert --to-bfloat16 DIR OUT` writes a checkpoint in FP8 as bfloat16"
-    if detail["type"] == "literal_error":
-        choices = re.findall(r"'([^']+)'", detail["ctx"]["expected"])
-        close = difflib.get_close_matches(str(detail["input"]), choices, n=1)
-        text += "".join(f"; did you mean {name!r}?" for name in close)
+    if detail["type"] == "literal_error" and isinstance(detail["input"], str):
+        text += _choice_hint(detail["input"], detail["ctx"]["expected"])
     return text.replace("must be an object", "must be a table")
+
+
+def _choice_hint(given: str, choices: str) -> str:
+    """Return what was meant by a value that is none of the choices, as pydantic lists them."""
+    if given in HALF:
+        return "; float16 is not supported, and bfloat16 has the same size"
+    if given in FP8:
+        return "; `anygauge convert --to-bfloat16 DIR OUT` writes a checkpoint in FP8 as bfloat16"
+    close = difflib.get_close_matches(given, re.findall(r"'([^']+)'", choices), n=1)
+    return "".join(f"; did you mean {name!r}?" for name in close)
 
 
 def _as_list(value: Any) -> str:

@@ -37,6 +37,7 @@ IMAGES = 'data.multimodal_keys={image = "images"}'
             "media.on_error: found 'drop' on the command line; has no effect without",
         ),
         (['train.freeze=["vision"]'], "has no effect without data.multimodal_keys or model.modalities"),
+        (['train.freeze=["vison"]'], "names of weights have dots in them; did you mean vision?"),
         (['train.freeze=["["]'], "no part (vision, audio, language) and no regular expression: unterminated"),
         ([IMAGES, 'model.modalities=["audio"]'], "lacks image, which data.multimodal_keys names"),
         ([IMAGES, 'train.freeze=["audio"]'], "there is no tower for audio: the run has only image"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.families import family
-from anygauge.config.modalities import TOWERS, media_fields, modalities, weight_expressions
+from anygauge.config.modalities import PARTS, TOWERS, media_fields, modalities, weight_expressions
 from anygauge.config.schema import Config, Data, EvalDataset, Media
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.types import ConfigProblem
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["media_mismatches", "media_rule", "model_media"]
 
 Problems = Iterator[ConfigProblem]
+WORD = re.compile(r"\w+")
 _ALIKE = tuple(("vision_config", key) for key in ("patch_size", "spatial_merge_size", "temporal_patch_size"))
 """Keys that decide how many placeholders an image has."""
 
@@ -126,6 +128,11 @@ def _frozen_weights(config: Config) -> Problems:
             re.compile(expression)
         except re.error as error:
             hint = f"no part (vision, audio, language) and no regular expression: {error}"
+            yield ConfigProblem(path="train.freeze", found=expression, hint=hint)
+            continue
+        if WORD.fullmatch(expression):
+            close = difflib.get_close_matches(expression, PARTS, n=1) or PARTS
+            hint = f"no part, and names of weights have dots in them; did you mean {' or '.join(close)}?"
             yield ConfigProblem(path="train.freeze", found=expression, hint=hint)
 
 
