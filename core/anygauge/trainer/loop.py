@@ -227,6 +227,8 @@ def save_last(loop: Loop) -> None:
     if step not in (checkpoints.complete, checkpoints.writing):
         announce(loop, checkpoints.start(step, loop.session.state.state_dict()))
     announce(loop, checkpoints.finish())
+    if checkpoints.complete != step:
+        _log.warning("the run ends without a checkpoint of step %d", step)
 
 
 def finish_saving(loop: Loop) -> None:

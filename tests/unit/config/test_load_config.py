@@ -116,6 +116,7 @@ def test_bad_override(load: Load, overrides: list[str], text: str) -> None:
         ({"on.fastt.train": "lrr = 1"}, "did you mean [on.fast]?"),
         ({"on.fastt.train": "lrr = 1"}, "train.lrr: found 1 in [on.fastt]; unknown key"),
         ({"train": 'dtype = "fp8"'}, "must be 'float32' or 'bfloat16', or \"none\""),
+        ({"train": 'dtype = "float8"'}, "writes a checkpoint in FP8 as bfloat16\n"),
         (
             {"health": 'logprob_abs_diff_error = "off"'},
             "health.logprob_abs_diff_error: found 'off'; must be a valid number or 'auto', or \"none\"\n",

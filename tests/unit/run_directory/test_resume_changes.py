@@ -50,6 +50,12 @@ def test_how_servers_are_talked_to_may_change(earlier: Path) -> None:
     apply_changes(earlier, config(client={"concurrency": 8}))
 
 
+def test_who_sleeps_may_change(earlier: Path) -> None:
+    """As after an out-of-memory error of a run in which nobody did."""
+    tree = config().model_dump() | {"placement": {"colocated": True, "offload": "never"}}
+    apply_changes(earlier, Config.model_validate(tree))
+
+
 def changed(**accepted: object) -> Config:
     tree = {"run": {"name": "r", **accepted}, "model": "m", "train": {"lr": 1e-3}}
     return Config.model_validate({**tree, "data": {"train": ["d.jsonl"], "input_key": "question"}})

@@ -118,7 +118,7 @@ class Chart {
       const heights = means(this.main.steps.map((step) => values.get(step) ?? 0));
       tops.push(heights.map((height, index) => tops.at(-1)[index] + height));
     }
-    const high = this.range.isZoomed ? 1.06 * Math.max(...tops.at(-1)) || 1 : numbers(this.figure.dataset.y)[1];
+    const high = this.range.isZoomed ? 1.06 * Math.max(0, ...tops.at(-1)) || 1 : numbers(this.figure.dataset.y)[1];
     const edge = (heights) => heights.map((height, index) => [places[index], height / high]);
     const paths = this.lines.map(({ color }, index) => {
       return this.element("path", { class: `area ${color}`, d: areaPath(edge(tops[index]), edge(tops[index + 1])) });

@@ -29,6 +29,7 @@ const nearest = (axis, place) => {
 };
 
 const niceTicks = (low, high, most) => {
+  if (!(high > low) || high + (high - low) / most === high) return [];
   const least = (high - low) / most, magnitude = 10 ** Math.floor(Math.log10(least)), ticks = [];
   const step = magnitude * [1, 2, 2.5, 5, 10].find((size) => size * magnitude >= least * (1 - 1e-9));
   for (let index = Math.ceil(low / step - 1e-9); index <= high / step + 1e-9; index += 1) {
