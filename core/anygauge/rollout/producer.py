@@ -159,7 +159,7 @@ class Producer:
         if self._failure is not None:
             raise self._failure
 
-    async def hold(self) -> None:
+    async def shut(self) -> None:
         """Let no request through; what the engines have goes on."""
         self._gate.shut()
 

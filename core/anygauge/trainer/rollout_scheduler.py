@@ -131,7 +131,7 @@ class RolloutScheduler:
         elif schedule == "async" and self._pause_engines is not None:
             # SGLang's own pause aborts them too, but looks only once a second whether all have ended.
             # An evaluation beside training would send its requests again at once.
-            self._events.run(self._producer.hold())  # or what waits for an engine would wait again
+            self._events.run(self._producer.shut())  # or what waits for an engine would wait again
             self._pause_engines()
             drain_s = min(self._config.weight_sync.drain_s, self._config.run.timeout_s / 2)
             self._wait(self._producer.pause(drain_s), "the engines to end their requests")

@@ -21,8 +21,8 @@ class Recorder:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def hold(self) -> None:
-        self.asked.append("hold requests")
+    async def shut(self) -> None:
+        self.asked.append("shut")
 
     async def pause(self, drain_s: float) -> None:
         self.asked.append(f"pause after {drain_s} s")
@@ -37,7 +37,7 @@ class Recorder:
         ("sync", False, []),
         ("one_step_off", False, ["finish open groups"]),
         ("async", True, []),
-        ("async", False, ["hold requests", "pause engines", "pause after 3.5 s"]),
+        ("async", False, ["shut", "pause engines", "pause after 3.5 s"]),
     ],
 )
 def test_engines_that_keep_no_requests_are_paused_and_emptied(
