@@ -87,6 +87,7 @@ class Producer:
         self._done: dict[int, Group] = {}
         self._started_at: dict[int, int] = {}  # the version that was served; no token of the group is older
         self._failure: BaseException | None = None
+        self._is_stopping = False
         self._is_stopped = False
         self._changed = asyncio.Event()
         self._wanted = asyncio.Event()
@@ -180,6 +181,7 @@ class Producer:
 
     async def stop(self) -> None:
         """End the engines' requests for good, and let :meth:`take` raise."""
+        self._is_stopping = True  # a step whose last requests end meanwhile is not begun any more
         await self._gate.close(for_good=True)
         self._is_stopped = True
         self._notify()
@@ -280,6 +282,8 @@ class Producer:
             raise self._failure
         if self._is_stopped:
             raise RolloutsStopped
+        if self._is_stopping:
+            return False
         if len(self._done) >= count and is_met(self._owed(), list(map(self._age, self._done))):
             return True
         if self._open or not self._has_given_up():

@@ -184,6 +184,25 @@ def test_who_waits_for_groups_is_stopped_once_the_engines_are_idle(
     run(producer, body)
 
 
+def test_a_step_whose_last_requests_end_as_it_is_stopped_is_not_taken(make_producer: MakeProducer) -> None:
+    class Ending(ScriptedEngine):
+        async def abort(self) -> None:
+            self.release()
+            await passes()  # its groups are done
+
+    engine = Ending(counting, lambda request: 1)
+    producer = make_producer(engine, **ONE)
+
+    async def body() -> None:
+        taking = asyncio.create_task(producer.take(2, timeout_s=20))
+        await until(lambda: len(engine.waiting) == 2)
+        await producer.stop()
+        with pytest.raises(RolloutsStopped):
+            await taking
+
+    run(producer, body)
+
+
 def test_an_evaluation_goes_on_beside_training_and_leaves_it_room(
     make_producer: MakeProducer, prompts: list[Prompt]
 ) -> None:
