@@ -157,6 +157,7 @@ def cases() -> Iterator[Case]:
     """Yield every operation but the output layer, which has a script of its own."""
     for lengths in ((4096, 4096), (4096, 2048, 1024, 512, 512), (8192, 4096, 3000, 1096)):
         yield attention_case(lengths)
+        yield window_case(lengths)
     for name, rows_, width in (("hidden 2560", TOKENS, 2560), ("32 heads of 128", TOKENS * 32, 128)):
         yield Case(
             "rms_norm",
@@ -222,14 +223,30 @@ def attention_case(lengths: tuple[int, ...]) -> Case:
         3.5 * 2 * 32 * 128 * sum(length**2 for length in lengths),
         {"torch, as a batch": _torch_attention} if len(set(lengths)) == 1 else {},
         {"causal": True},
-        {
-            "causal": True,
-            "head_dim": 128,
-            "value_dim": 128,
-            **dict.fromkeys(("return_lse", "has_window", "has_sinks"), False),
-        },
+        attention_facts(128),
         has_reference=False,
     )
+
+
+def window_case(lengths: tuple[int, ...], window: int = 128) -> Case:
+    """Return the attention of gpt-oss in every other layer: a window, and a sink in each head."""
+    count = sum(lengths)
+    (sinks,) = random((64,))
+    return Case(
+        "varlen_attention",
+        f"window of {window} and sinks, {' + '.join(map(str, lengths))}",
+        lambda: (*random((count, 64, 64), (count, 8, 64), (count, 8, 64)), lengths, 64**-0.5),
+        3.5 * 4 * 64 * 64 * sum(length * window - window**2 / 2 for length in lengths),
+        options={"causal": True, "window": window, "sinks": sinks},
+        facts={**attention_facts(64), "has_window": True, "has_sinks": True},
+        has_reference=False,
+    )
+
+
+def attention_facts(size: int) -> dict[str, Any]:
+    """Return the facts of plain causal attention with heads of a size."""
+    absent = dict.fromkeys(("return_lse", "has_window", "has_sinks"), False)
+    return {"causal": True, "head_dim": size, "value_dim": size, **absent}
 
 
 def rotary_case() -> Case:

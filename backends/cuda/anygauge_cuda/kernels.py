@@ -66,11 +66,7 @@ def _attention() -> Iterable[KernelImpl]:
     yield _of_heads(attention.by_flash, flash, attention.FLASH_HEAD_SIZES)
     if attention.is_for_cudnn():
         cudnn = _of_heads(attention.by_cudnn, "cudnn.pygraph.sdpa", attention.CUDNN_HEAD_SIZES)
-        cudnn = replace(cudnn, requires=("cudnn",))
-        plain = dict.fromkeys(("has_window", "has_sinks"), (False,))
-        yield replace(cudnn, limits={**(cudnn.limits or {}), **plain}, priority=10)
-        # Second with a window or sinks, until the conformance suite has passed with it on a GPU.
-        yield replace(cudnn, source=f"{cudnn.source} with a window or sinks", priority=-1)
+        yield replace(cudnn, requires=("cudnn",), priority=10)
 
 
 def _of_heads(fn: Callable[..., Any], source: str, sizes: range) -> KernelImpl:
