@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import os
 import resource
 import time
@@ -543,7 +545,7 @@ def test_the_limit_of_open_files_stays_one_that_children_can_bear(
 def test_an_engine_that_writes_a_profile_is_not_taken_for_dead(
     limit_s: float, is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang makes no token meanwhile, and its health check fails."""
+    """SGLang makes no token meanwhile, and its health check fails. Stacks would take it minutes."""
     monkeypatch.setattr(engine, "_PROFILE_S", limit_s)
 
     async def profile(address: str) -> tuple[list[str], str]:
@@ -558,6 +560,9 @@ def test_an_engine_that_writes_a_profile_is_not_taken_for_dead(
     with FakeServer(replace(OPTIONS, profile_s=0.5)) as server:
         wrong, state = run(profile(server.address))
     assert (bool(wrong), state) == (is_late, "serving")
+    if not is_late:
+        (path,) = tmp_path.iterdir()
+        assert json.loads(gzip.decompress(path.read_bytes()))["with_stack"] == 0
 
 
 def test_an_engine_is_not_blamed_for_connections_that_this_process_cannot_open(

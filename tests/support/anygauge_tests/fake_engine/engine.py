@@ -38,7 +38,7 @@ class Engine:
         self.is_hollow = False
         """Whether the weights came back from sleep empty, and no update has filled them since."""
         self.finished = 0
-        self.profile_directory: str | None = None
+        self.profile: Mapping[str, Any] | None = None
         self.writes_profile = False
         self._lengths = parse_lengths(options.lengths)
         self._numbers, self._next_rank = itertools.count(), itertools.count()

@@ -278,7 +278,7 @@ async def _start_profile(http: web.Request) -> web.Response:
     fault = engine.faults.strike("profile")
     if fault is not None and (answer := _play(engine, fault)) is not None:
         return answer
-    engine.profile_directory = body["output_dir"]
+    engine.profile = body
     return web.Response(text="Start profiling.\n")
 
 
@@ -287,13 +287,14 @@ async def _stop_profile(http: web.Request) -> web.Response:
     engine.writes_profile = True
     await asyncio.sleep(engine.options.profile_s)
     engine.writes_profile = False
-    if engine.profile_directory is not None:
-        directory = Path(engine.profile_directory)
+    if engine.profile is not None:
+        directory = Path(engine.profile["output_dir"])
         directory.mkdir(parents=True, exist_ok=True)
         event = {"name": "extend", "ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": engine.finished}
         with gzip.open(directory / "1-TP-0.trace.json.gz", "wb") as file:
-            file.write(orjson.dumps({"traceEvents": [event]}))
-    engine.profile_directory = None
+            has_stacks = engine.profile.get("with_stack", True)
+            file.write(orjson.dumps({"with_stack": int(has_stacks), "traceEvents": [event]}))
+    engine.profile = None
     return web.Response(text="Stop profiling. This will take some time.\n")
 
 
