@@ -11,7 +11,7 @@ of the row.
 
 Communication is the time in which a kernel of the communication library runs, waiting for other ranks
 included; *exposed* is the part in which nothing else runs. Both are means over ranks, of profiled steps that
-are not timed.
+are not timed. Memory is the most that torch had allocated in a step, on any rank.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import gc
 import json
 import os
+import queue
 import statistics
 import tempfile
 import time
@@ -34,12 +35,13 @@ import torch.multiprocessing as mp
 from train_step import SHAPES, random_policy, sample_of
 
 from anygauge.config import Config
+from anygauge.device import take_peak_memory
 from anygauge.distributed.process_groups import destroy_process_group, init_process_group
 from anygauge.plugins import load_plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_tests.batches import TrainSample, make_batch
 
-MODELS = {"dense": "1.7b", "moe": "30b-a3b"}
+DENSE, EXPERTS = "1.7b", "30b-a3b"
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 COMMUNICATION = ("ncclDevKernel", "ncclKernel", "hccl")
 """How the kernels of the libraries begin."""
@@ -48,11 +50,16 @@ TIMEOUT_S = 90.0
 Span = tuple[int, int]
 
 
+class RankError(RuntimeError):
+    """A rank has failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How a model is divided, and what Megatron is told."""
 
-    model: str = "dense"
+    model: str = DENSE
+    """Name of a shape."""
     world: int = 1
     parallel: Mapping[str, int] = field(default_factory=dict)
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -73,9 +80,9 @@ def layouts(size: int) -> dict[str, Layout]:
         f"tp{size}": Layout(world=size, parallel={"tensor": size}),
         f"cp{size}": Layout(world=size, parallel={"context": size}),
         f"cp{size} overlap": Layout(world=size, parallel={"context": size}, megatron=OVERLAP),
-        "experts 1": Layout("moe"),
-        f"ep{size}": Layout("moe", size, {"expert": size}),
-        f"ep{size} overlap": Layout("moe", size, {"expert": size}, OVERLAP),
+        "experts 1": Layout(EXPERTS),
+        f"ep{size}": Layout(EXPERTS, size, {"expert": size}),
+        f"ep{size} overlap": Layout(EXPERTS, size, {"expert": size}, OVERLAP),
     }
 
 
@@ -93,9 +100,9 @@ TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_si
 
 def shape_of(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the ``config.json`` of a model."""
-    shape = SHAPES[MODELS[model]]
+    shape = SHAPES[model]
     if arguments.tiny:
-        shape = shape | TINY | (TINY_EXPERTS if model == "moe" else {})
+        shape = shape | TINY | (TINY_EXPERTS if model == EXPERTS else {})
     return shape | ({"num_hidden_layers": arguments.layers} if arguments.layers else {})
 
 
@@ -208,23 +215,29 @@ class Steps:
 
 
 def measure(steps: Steps, device: Any, options: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a rank finds: milliseconds, and the most memory in GiB."""
+    """Return what a rank finds: milliseconds, and the most memory of a step in GiB.
+
+    The engine counts memory anew in each phase: what the device tells is that of the optimizer alone.
+    """
     for _ in range(options["warm_up"]):
         steps.take()
-    device.peak_memory(reset=True)
+    take_peak_memory()
     times = [seconds(steps, device) for _ in range(options["steps"])]
-    profiled = options["profiled"]
+    row = {"step": statistics.median(times) * 1e3, "memory": (take_peak_memory() or 0) / 2**30}
+    return row | (communicated(steps, device, options["profiled"]) if options["profiled"] else {})
+
+
+def communicated(steps: Steps, device: Any, count: int) -> dict[str, float]:
+    """Return the milliseconds of communication in each of some profiled steps."""
     kinds = torch.profiler.supported_activities() - {torch.profiler.ProfilerActivity.CPU}
     with torch.profiler.profile(activities=kinds or None) as profile:
-        for _ in range(profiled):
+        for _ in range(count):
             steps.take()
         device.synchronize()
     communication, compute = spans_of(profile)
     return {
-        "step": statistics.median(times) * 1e3,
-        "communication": total(communication) / profiled / 1e6,
-        "exposed": exposed(communication, compute) / profiled / 1e6,
-        "memory": (device.peak_memory() or 0) / 2**30,
+        "communication": total(communication) / count / 1e6,
+        "exposed": exposed(communication, compute) / count / 1e6,
     }
 
 
@@ -239,7 +252,7 @@ def seconds(steps: Steps, device: Any) -> float:
 
 
 def run_rank(
-    rank: int, store: str, chosen: Mapping[str, Layout], options: Mapping[str, Any], out: Any
+    rank: int, directory: str, chosen: Mapping[str, Layout], options: Mapping[str, Any], out: Any
 ) -> None:
     """Take steps in every layout that has a place for this rank, and put what was found into a queue."""
     torch.set_num_threads(options["threads"])
@@ -253,7 +266,7 @@ def run_rank(
     for number, (name, layout) in enumerate(chosen.items()):
         if rank >= layout.world:
             continue
-        shared = dist.PrefixStore(str(number), dist.FileStore(store))
+        shared = dist.PrefixStore(str(number), dist.FileStore(f"{directory}/store"))
         init_process_group(
             plugins,
             backend,
@@ -266,17 +279,19 @@ def run_rank(
         context = WorkerContext(
             rank=rank, world_size=layout.world, backend=backend, device=device, plugins=plugins
         )
-        out.put((name, measured(layout, context, options)))
+        out.put((name, measured(layout, Path(directory), context, options)))
         destroy_process_group()
         gc.collect()
         device.empty_cache()
 
 
-def measured(layout: Layout, context: WorkerContext, options: Mapping[str, Any]) -> dict[str, float]:
+def measured(
+    layout: Layout, models: Path, context: WorkerContext, options: Mapping[str, Any]
+) -> dict[str, float]:
     """Build an engine, measure it and take it apart."""
     from megatron.core import parallel_state
 
-    steps = Steps(layout, Path(options["models"]) / layout.model, context, options)
+    steps = Steps(layout, models / layout.model, context, options)
     try:
         return measure(steps, context.device, options)
     finally:
@@ -290,11 +305,22 @@ def measured(layout: Layout, context: WorkerContext, options: Mapping[str, Any])
 
 
 def results(size: int, chosen: Mapping[str, Layout], options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Start the ranks and yield a row for each layout as soon as all of its ranks have measured it."""
+    """Start the ranks and yield a row for each layout as soon as all of its ranks have measured it.
+
+    :param options: ``shapes`` are the ``config.json`` of each model.
+    :raises RankError: A rank failed; it has printed why.
+    """
+    plugins = load_plugins()
+    network: dict[str, Any] = {"interface": None, "ip_version": "any", "timeout_s": TIMEOUT_S}
+    backend = plugins.get("register_backends", options["backend"])
+    os.environ |= plugins.worker_env(backend, role="actor", deterministic=False, **network)
     context = mp.get_context("spawn")
     out = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
-        arguments = (f"{directory}/store", chosen, options, out)
+        for name, shape in options["shapes"].items():
+            Path(directory, name).mkdir()
+            Path(directory, name, "config.json").write_text(json.dumps(shape))
+        arguments = (directory, chosen, options, out)
         ranks = [
             context.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(size)
         ]
@@ -303,7 +329,7 @@ def results(size: int, chosen: Mapping[str, Layout], options: Mapping[str, Any])
         found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
         try:
             for _ in range(sum(layout.world for layout in chosen.values())):
-                name, row = out.get(timeout=TIMEOUT_S)
+                name, row = next_row(out, ranks)
                 found[name].append(row)
                 if len(found[name]) == chosen[name].world:
                     yield {"layout": name, **mean(found[name])}
@@ -312,6 +338,21 @@ def results(size: int, chosen: Mapping[str, Layout], options: Mapping[str, Any])
         finally:
             for each in ranks:
                 each.kill()
+
+
+def next_row(out: Any, ranks: Sequence[Any]) -> tuple[str, dict[str, float]]:
+    """Return what a rank puts next. One that waits for another in vain gives up first, and says why."""
+    end = time.monotonic() + 2 * TIMEOUT_S
+    while time.monotonic() < end:
+        statuses = [each.exitcode for each in ranks]  # before the look at what they have put
+        try:
+            row: tuple[str, dict[str, float]] = out.get(timeout=1)
+        except queue.Empty:
+            if any(statuses):
+                break
+        else:
+            return row
+    raise RankError(f"A rank failed or hangs: their exit codes are {statuses}.")
 
 
 def mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -363,30 +404,22 @@ def main() -> None:
         for name, layout in layouts(arguments.devices).items()
         if not arguments.only or name.startswith(tuple(arguments.only))
     }
-    plugins = load_plugins()
-    backend = plugins.get("register_backends", arguments.backend)
-    network: dict[str, Any] = {"interface": None, "ip_version": "any", "timeout_s": TIMEOUT_S}
-    os.environ |= plugins.worker_env(backend, role="actor", deterministic=False, **network)
     tokens, alone = arguments.sequences * arguments.length, {}
-    with tempfile.TemporaryDirectory() as models:
-        for name in MODELS:
-            Path(models, name).mkdir()
-            Path(models, name, "config.json").write_text(json.dumps(shape_of(name, arguments)))
-        options = {
-            "backend": arguments.backend,
-            "models": models,
-            "threads": 1 if arguments.tiny else 4,
-            "warm_up": 3,
-            "profiled": 2,
-            **{name: getattr(arguments, name) for name in ("sequences", "length", "steps")},
-        }
-        print(f"torch {torch.__version__}, {arguments.devices} devices, {tokens} tokens of each in a step")
-        print(HEAD, flush=True)
-        for row in results(arguments.devices, chosen, options):
-            model = chosen[row["layout"]].model
-            if chosen[row["layout"]].world == 1:
-                alone[model] = row["step"]
-            print(line(row, alone.get(model), tokens), flush=True)
+    options = {
+        "backend": arguments.backend,
+        "shapes": {name: shape_of(name, arguments) for name in (DENSE, EXPERTS)},
+        "threads": 1 if arguments.tiny else 4,
+        "warm_up": 3,
+        "profiled": 2,
+        **{name: getattr(arguments, name) for name in ("sequences", "length", "steps")},
+    }
+    print(f"torch {torch.__version__}, {arguments.devices} devices, {tokens} tokens of each in a step")
+    print(HEAD, flush=True)
+    for row in results(arguments.devices, chosen, options):
+        model = chosen[row["layout"]].model
+        if chosen[row["layout"]].world == 1:
+            alone[model] = row["step"]
+        print(line(row, alone.get(model), tokens), flush=True)
 
 
 if __name__ == "__main__":

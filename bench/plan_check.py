@@ -3,12 +3,17 @@
     python bench/plan_check.py --backend cuda                # eight cases of four models, on one GPU
     python bench/plan_check.py --backend cuda --cases 4b 4b-fsdp-lora --runs 5
     python bench/plan_check.py --backend cuda --shapes 135m 0.6b
+    python bench/plan_check.py --backend cuda --devices 2    # ten cases of five models, on two GPUs of a host
     python bench/plan_check.py --backend cpu --cases tiny    # that it runs, on the host
+    python bench/plan_check.py --backend cpu --devices 2 --length 64 --cases tiny-data tiny-tensor
 
 Each case is a side of ``bench/train_step.py`` in a process of its own: random weights and tokens, one
 optimizer step. All processes make their models at once, then one after the other takes its steps. The plan is
 what ``anygauge plan`` computes of the same config. Memory is the most that torch had allocated. The script
 ends with status 1 if a case failed or is beyond a bound.
+
+With ``--devices``, a case is a layout of ``bench/parallel_step.py``, two samples for each device. One process
+a device takes the steps of all cases. The first case that fails ends them; ``--cases`` runs those after it.
 """
 
 from __future__ import annotations
@@ -20,8 +25,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
+import parallel_step
+import torch
 import train_step
 
 from anygauge.config import Config
@@ -51,6 +59,13 @@ class Case:
     """Tokens of a micro-batch; 0 takes all at once."""
     train: Mapping[str, Any] = field(default_factory=dict)
     """Keys of ``[train]`` that differ from those of the side."""
+    layout: parallel_step.Layout = field(default_factory=parallel_step.Layout)
+    """How several devices divide the model, each with as many samples as ``lengths``."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of a data-parallel rank."""
+        return len(self.lengths) * self.layout.world // self.layout.dp_size
 
 
 CASES: Mapping[str, Case] = {
@@ -74,6 +89,28 @@ CASES: Mapping[str, Case] = {
 }
 QUICK = ("135m", "0.6b", "1.7b", "4b", "4b-lora", "1.7b-fsdp", "135m-short", "4b-lora-full")
 """Cases whose models are on one GPU at once, the quickest first: a minute or two in all."""
+DIVISIONS: Mapping[str, Sequence[str]] = {
+    "tiny": ("data", "tensor", "context"),
+    "135m": ("data",),
+    "0.6b": ("data", "tensor"),
+    "1.7b": ("data", "tensor", "context"),
+    "30b-a3b": ("expert", "data"),
+    "4b": ("tensor", "data"),
+}
+"""How several devices divide each model; the one that needs most memory is the last."""
+
+
+def divided(devices: int, length: int) -> dict[str, Case]:
+    """Return the cases of several devices."""
+    return {
+        f"{shape}-{division}": Case(
+            shape,
+            lengths=(length,) * len(LONG),
+            layout=parallel_step.Layout(shape, devices, {} if division == "data" else {division: devices}),
+        )
+        for shape, divisions in DIVISIONS.items()
+        for division in divisions
+    }
 
 
 class Row(NamedTuple):
@@ -95,12 +132,13 @@ class Row(NamedTuple):
 
 def config_of(case: Case) -> Config:
     """Return the config of a run whose step is that of a case: SFT on rows of one length."""
-    length, count = case.lengths[0], len(case.lengths)
+    length, layout = case.lengths[0], case.layout
     train = {
         "dtype": "bfloat16",
         "engine": "fsdp" if case.side in train_step.FSDP else "megatron",
         "lora": {"rank": 16} if case.side in train_step.LORA else {},
-        "micro_batch_tokens": case.micro_batch or length * count,
+        "micro_batch_tokens": case.micro_batch or length * case.samples,
+        "parallel": layout.parallel,
         **case.train,
     }
     return Config.model_validate(
@@ -108,8 +146,9 @@ def config_of(case: Case) -> Config:
             "run": {"name": "bench", "task": "sft"},
             "model": {"path": case.shape},
             "data": {"train": [], "max_prompt_tokens": length},
-            "rollout": {"prompts_per_step": count},
+            "rollout": {"prompts_per_step": case.samples * layout.dp_size},
             "train": train,
+            "placement": {"train_workers": layout.world},
         }
     )
 
@@ -122,7 +161,7 @@ def planned(case: Case, gpu: str, backend: str) -> tuple[float, float]:
         device_bytes=DEVICE_MEMORY[gpu],
         gpu=gpu,
         rates=RATES[gpu],
-        is_plain_batch=case.lengths[0] % PLAIN == 0,
+        is_plain_batch=case.lengths[0] % PLAIN == 0 and "context" not in case.layout.parallel,
     )
     plan = make_plan(config_of(case), read_shape(train_step.SHAPES[case.shape]), given)
     return plan.train.peak / GIB, plan.seconds["train"] * 1e3
@@ -175,22 +214,61 @@ def rows_of(names: Sequence[str], args: argparse.Namespace) -> Iterator[Row | No
             process.kill()
 
 
-def main() -> int:
-    """Print the table."""
+def divided_rows(cases: Mapping[str, Case], args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of cases of several devices, until one fails."""
+    options = {
+        "backend": args.backend,
+        "shapes": {case.shape: train_step.SHAPES[case.shape] for case in cases.values()},
+        "sequences": len(LONG),
+        "length": args.length,
+        "threads": 4,
+        "warm_up": train_step.WARM_UP,
+        "steps": args.runs,
+        "profiled": 0,
+    }
+    layouts = {name: case.layout for name, case in cases.items()}
+    tells_memory = torch.accelerator.is_available()  # a host tells that of the whole process
+    try:
+        for row in parallel_step.results(args.devices, layouts, options):
+            gib, ms = planned(cases[row["layout"]], args.gpu, args.backend)
+            yield Row(row["layout"], row["memory"] if tells_memory else 0.0, gib, row["step"], ms)
+    except parallel_step.RankError as error:
+        print(error, file=sys.stderr)
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--gpu", choices=RATES, default="H200", help="whose rates the plan takes")
-    parser.add_argument("--cases", choices=CASES, nargs="+", default=QUICK)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--length", type=int, default=LONG[0], help="tokens of a sample, with --devices")
+    parser.add_argument("--cases", nargs="+", help="by default, those of a minute or two")
     parser.add_argument("--shapes", nargs="+", help="only the cases of these shapes")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
-    names = [
-        name for name in dict.fromkeys(args.cases) if args.shapes is None or CASES[name].shape in args.shapes
-    ]
+    args.known = CASES if args.devices == 1 else divided(args.devices, args.length)
+    if unknown := [name for name in args.cases or () if name not in args.known]:
+        parser.error(f"--cases {' '.join(unknown)}: choose from {', '.join(args.known)}")
+    return args
+
+
+def chosen(args: argparse.Namespace) -> dict[str, Case]:
+    """Return the cases to run."""
+    some = QUICK if args.devices == 1 else [name for name, case in args.known.items() if case.shape != "tiny"]
+    cases = {name: args.known[name] for name in args.cases or some}
+    return {name: case for name, case in cases.items() if args.shapes is None or case.shape in args.shapes}
+
+
+def main() -> int:
+    """Print the table."""
+    args = parse()
+    cases = chosen(args)
     print(HEAD, flush=True)
     rows = []
     with tempfile.TemporaryFile("w+") as args.errors:
-        for name, row in zip(names, rows_of(names, args), strict=True):
+        measured = rows_of(list(cases), args) if args.devices == 1 else divided_rows(cases, args)
+        for name, row in zip_longest(cases, measured):
             print(line(row) if row else f"{name:18} failed", flush=True)
             rows.append(row)
         args.errors.seek(0)

@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -301,12 +302,28 @@ def test_a_plan_beyond_a_bound_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_case_of_a_plan_check_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("plan_check.py", monkeypatch)
-    for case in module["CASES"].values():
+    for case in (*module["CASES"].values(), *module["divided"](2, 4096).values()):
         gib, ms = module["planned"](case, "H200", "cuda")
         assert 0 < gib < 139.8
         assert ms > 0
     gib, _ = module["planned"](module["CASES"]["4b"], "H200", "cuda")
     assert gib == pytest.approx(93.0, abs=0.1)
+
+
+def test_a_plan_check_of_two_devices_has_the_rows_before_a_rank_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = script("plan_check.py", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["plan_check", "--backend", "cpu", "--devices", "2", "--length", "64"])
+    args = module["parse"]()
+    args.runs = 1
+    cases = {name: args.known[name] for name in ("tiny-tensor", "tiny-context")}
+    wrong = replace(cases["tiny-tensor"].layout, parallel={"expert": 2})
+    cases["tiny-context"] = replace(cases["tiny-context"], layout=wrong)
+    (row,) = module["divided_rows"](cases, args)
+    assert (row.name, row.gib) == ("tiny-tensor", 0)  # a host tells no peak
+    assert row.ms > 0
+    assert "Megatron refuses" in capfd.readouterr().err
 
 
 def test_adapters_on_a_4_bit_base_take_a_step_without_a_file_of_weights() -> None:
