@@ -49,6 +49,10 @@ class RankWeights:
         """All parameters without adapters."""
         return self.dense + self.experts
 
+    def trained(self, config: Config) -> tuple[float, float]:
+        """Return the trained parameters without those of experts, and the latter."""
+        return (self.adapters, 0.0) if config.train.lora.is_on else (self.dense, self.experts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLayout:

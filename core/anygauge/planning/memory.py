@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from anygauge.config import Config
 
 __all__ = [
+    "FLOAT",
     "GIB",
     "PROCESS",
     "ServerMemory",
     "TrainMemory",
+    "itemsize",
     "phases",
     "server_memory",
     "spare_when_both_awake",
@@ -143,7 +145,8 @@ def train_memory(
 # -------------------------------------------------------------------------
 
 
-def _itemsize(config: Config) -> int:
+def itemsize(config: Config) -> int:
+    """Return the bytes of a number in the dtype of training."""
     return 4 if (config.train.dtype or "float32") == "float32" else 2
 
 
@@ -155,8 +158,8 @@ def state_bytes(config: Config, layout: Layout, batches: Batches, *, master_byte
 
 
 def _megatron_state(config: Config, layout: Layout, master_bytes: int) -> dict[str, float]:
-    size, rank = _itemsize(config), layout.rank
-    trained, experts = (rank.adapters, 0.0) if config.train.lora.is_on else (rank.dense, rank.experts)
+    size, rank = itemsize(config), layout.rank
+    trained, experts = rank.trained(config)
     # each rank of the distributed optimizer has its part of this; all gradients are on every rank
     owned = trained / layout.optimizer_shards + experts / layout.expert_shards
     master = 0 if size == FLOAT else master_bytes
@@ -169,7 +172,7 @@ def _megatron_state(config: Config, layout: Layout, master_bytes: int) -> dict[s
 
 
 def _fsdp_state(config: Config, layout: Layout, batches: Batches) -> dict[str, float]:
-    size, rank = _itemsize(config), layout.rank
+    size, rank = itemsize(config), layout.rank
     shards = layout.workers // config.train.parallel.replicate
     is_lora = config.train.lora.is_on
     trained, frozen = (rank.adapters, rank.total) if is_lora else (rank.total, 0.0)
@@ -191,7 +194,7 @@ def _late_gradients(config: Config, layout: Layout, batches: Batches) -> float:
     trained = rank.adapters if config.train.lora.is_on else rank.total
     whole = FLOAT * trained / shards if batches.micro_batches == 1 else 0.0
     # One worker gets them in the model's dtype and copies them to float32; shards are reduced in float32.
-    return whole + (_itemsize(config) * trained if shards == 1 else 0.0)
+    return whole + (itemsize(config) * trained if shards == 1 else 0.0)
 
 
 def _gathered(config: Config, shape: ModelShape, layout: Layout) -> float:
@@ -201,7 +204,7 @@ def _gathered(config: Config, shape: ModelShape, layout: Layout) -> float:
         return 0.0
     layer = (shape.layer_parameters + shape.expert_parameters) / shape.layers
     ends = shape.embedding * (1 if shape.is_tied else 2)
-    return _itemsize(config) * (ends + 2 * layer)
+    return itemsize(config) * (ends + 2 * layer)
 
 
 # -------------------------------------------------------------------------
@@ -219,7 +222,7 @@ class _Activations:
 
 def _activations(config: Config, shape: ModelShape, layout: Layout, batches: Batches) -> _Activations:
     kept, mode = shape.kept(), config.train.recompute
-    tokens, size = batches.micro_batch_tokens / layout.context, _itemsize(config)
+    tokens, size = batches.micro_batch_tokens / layout.context, itemsize(config)
     if mode in ("elementwise", "selective"):
         kept = Kept(
             tokens=kept.tokens - kept.recomputed,
@@ -228,16 +231,28 @@ def _activations(config: Config, shape: ModelShape, layout: Layout, batches: Bat
             recomputed_split=0,
         )
     between = layout.tensor if layout.is_sequence_parallel else 1
-    whole = kept.tokens / between + kept.split / layout.tensor
+    # selective recompute gathers keys again
+    keys = 0.0 if mode == "selective" else _gathered_keys(shape, layout.context)
+    whole = kept.tokens / between + (kept.split + keys) / layout.tensor
     per_layer = whole / shape.layers
     inputs = shape.hidden / between
     own = shape.layers / layout.pipeline * (inputs if mode == "full" else per_layer)
     adapters = _adapter_numbers(config, shape) / layout.pipeline if mode != "full" else 0.0
-    # the final norm's sum and output, and the hidden states of the response
-    ends = 3 * inputs
+    # the final norm's sum and output, and the hidden states of the response, which no rank divides
+    ends = 2 * inputs + shape.hidden
     in_flight = min(layout.pipeline, batches.micro_batches)
     again = per_layer * tokens * size
     return _Activations(size * tokens * ((own + adapters) * in_flight + ends), again)
+
+
+def _gathered_keys(shape: ModelShape, context: int) -> float:
+    """Return the numbers of gathered keys and values that attention keeps per token, beyond its own keys.
+
+    A rank has two of ``2 C`` chunks of a sequence, which see ``2 C + 1`` chunks together.
+    """
+    own = shape.attention
+    seen = (context + 0.5) * (own.key + own.value) - own.key
+    return shape.attention_layers * seen if context > 1 else 0.0
 
 
 def _adapter_numbers(config: Config, shape: ModelShape) -> float:
@@ -266,9 +281,9 @@ def _loss(config: Config, shape: ModelShape, layout: Layout, batches: Batches) -
     trains_all = not config.train.lora.is_on
     gradient = FLOAT * layout.rank.output if config.train.engine == "fsdp" and trains_all else 0.0
     if not config.train.fused_loss:
-        return _Loss(0.0, 2 * _itemsize(config) * numbers, gradient)
+        return _Loss(0.0, 2 * itemsize(config) * numbers, gradient)
     tile = min(TILE_NUMBERS, max(SMALLEST_TILE, numbers / TILE_SHARE), numbers)
-    return _Loss(_itemsize(config) * numbers, FLOAT * tile, gradient)
+    return _Loss(itemsize(config) * numbers, FLOAT * tile, gradient)
 
 
 def _budget(config: Config, device_bytes: float | None, known: float) -> float:

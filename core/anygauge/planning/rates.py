@@ -43,12 +43,8 @@ class Rates:
     """The same with adapters."""
     adapters: float
     """Bytes that adapters move per byte of the inputs and outputs of their layers."""
-    data: float
-    """Rate per GPU with data parallelism over one GPU's."""
-    tensor: float
-    """The same with two tensor-parallel ranks."""
-    context: float
-    """The same with two context-parallel ranks."""
+    link: float
+    """Bytes that a GPU exchanges with others of its host, waiting for them included."""
     decode_s: float
     """Seconds of a decode step beyond reading weights and cache and computing products."""
     sample_s: float
@@ -76,9 +72,7 @@ H200 = Rates(
     fsdp=1.05,
     fsdp_lora=1.17,
     adapters=5.0,
-    data=0.96,
-    tensor=0.86,
-    context=0.83,
+    link=200e9,
     decode_s=2.9e-3,
     sample_s=1.4e-3,
     embedded_decode_s=0.33e-3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil
 from typing import TYPE_CHECKING
 
 from anygauge.planning.batches import Batches
@@ -12,6 +12,7 @@ from anygauge.planning.layout import Layout
 from anygauge.planning.memory import ServerMemory, TrainMemory
 from anygauge.planning.rates import Rates
 from anygauge.planning.shape import ModelShape
+from anygauge.planning.traffic import gathered_bytes, token_bytes, update_bytes
 
 if TYPE_CHECKING:
     from anygauge.config import Config
@@ -111,8 +112,8 @@ def _mini_batch(
     device += _output(config, shape, rates, sum(lengths), trains=trains)
     device += _attention(config, shape, rates, lengths, trains=trains)
     device += _other_passes(config, shape, rates, sum(lengths), trains=trains)
-    device /= split * _efficiency(layout, rates)
-    device *= _engine_factor(config, rates)
+    device *= _engine_factor(config, rates) / split
+    device = _with_exchanges(config, shape, layout, batches, rates, device, trains=trains)
     layers = shape.layers / layout.pipeline * batches.micro_batches
     host = layer_s * layers * (1.0 if trains else 1 / 3)
     bubble = (batches.micro_batches + layout.pipeline - 1) / batches.micro_batches
@@ -175,11 +176,24 @@ def _adapters(shape: ModelShape, rates: Rates, tokens: int) -> float:
     return rates.adapters * 2 * shape.layers * widths * tokens / rates.copy
 
 
-def _efficiency(layout: Layout, rates: Rates) -> float:
-    """Return the rate per GPU of a layout over that of one GPU: as measured with two, for each doubling."""
-    data = rates.data if layout.data > 1 else 1.0
-    model: float = rates.tensor ** log2(layout.tensor) * rates.context ** log2(layout.context)
-    return data * model
+def _with_exchanges(
+    config: Config,
+    shape: ModelShape,
+    layout: Layout,
+    batches: Batches,
+    rates: Rates,
+    device: float,
+    *,
+    trains: bool,
+) -> float:
+    """Return the seconds of a mini-batch with what its layers exchange with other ranks.
+
+    The FSDP engine gathers a layer while another one computes.
+    """
+    if config.train.engine == "fsdp":
+        return max(device, gathered_bytes(config, layout, batches) / rates.link)
+    tokens = batches.sample_tokens * batches.mini_batch_samples
+    return device + tokens * token_bytes(config, shape, layout, trains=trains) / rates.link
 
 
 def _engine_factor(config: Config, rates: Rates) -> float:
@@ -189,11 +203,10 @@ def _engine_factor(config: Config, rates: Rates) -> float:
 
 
 def _update(layout: Layout, config: Config, rates: Rates) -> float:
-    rank = layout.rank
-    trained = rank.adapters if config.train.lora.is_on else rank.dense
-    experts = 0.0 if config.train.lora.is_on else rank.experts
+    trained, experts = layout.rank.trained(config)
     owned = trained / layout.optimizer_shards + experts / layout.expert_shards
-    return OPTIMIZER_BYTES * owned / rates.copy + rates.step_s
+    exchanged = 0.0 if config.train.engine == "fsdp" else update_bytes(config, layout)
+    return OPTIMIZER_BYTES * owned / rates.copy + exchanged / rates.link + rates.step_s
 
 
 # -------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def test_a_local_directory_gives_the_sizes(capsys: pytest.CaptureFixture[str]) -
     tree = tomllib.loads(Path("config.toml").read_text())
     assert tree["rollout"]["max_new_tokens"] + tree["data"]["max_prompt_tokens"] <= 640
     assert tree["rollout"]["max_batch_tokens"] == 65536
-    assert (tree["train"]["micro_batch_tokens"], tree["train"]["recompute"]) == (4096, "none")
+    assert (tree["train"]["micro_batch_tokens"], tree["train"]["recompute"]) == (4096, "elementwise")
     assert tree["train"]["parallel"] == {"tensor": 2}
     assert "apply_chat_template" not in tree["data"]
     (directory / "chat_template.jinja").write_text("")

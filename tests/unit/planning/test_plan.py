@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import anygauge_models
 from anygauge.config import Config
 from anygauge.config.families import with_defaults
+from anygauge.engines.megatron.layers.context_parallel import Cut, cut_sequences
 from anygauge.planning.fit import check_fit, plan_warnings
 from anygauge.planning.memory import GIB, ServerMemory
 from anygauge.planning.model_sizes import model_shape, read_config
@@ -22,6 +23,7 @@ from anygauge.planning.plan import Assumptions, Plan, make_plan
 from anygauge.planning.rates import RATES
 from anygauge.planning.shape import ModelShape, read_shape
 from anygauge.planning.text import table_lines
+from anygauge.planning.traffic import token_bytes
 from anygauge.plugins import load_plugins
 from anygauge_hooks.errors import ConfigError, DoesNotFitError
 
@@ -227,7 +229,7 @@ def test_without_sequence_parallelism_hidden_states_are_whole() -> None:
     _, split = plan_of(DENSE, **parallel(2, tensor=2))
     more = whole.train.activations - split.train.activations
     hidden = 2560 * 16_384 * 2 / 2
-    assert more == pytest.approx((4 * 36 + 3) * hidden)
+    assert more == pytest.approx((4 * 36 + 2) * hidden)
 
 
 def test_pipeline_stages_wait_for_as_many_micro_batches() -> None:
@@ -240,10 +242,21 @@ def test_pipeline_stages_wait_for_as_many_micro_batches() -> None:
     assert four.layout.rank.total == pytest.approx((4.02e9 - 389e6) / 4 + 389e6, rel=1e-3)
 
 
-def test_context_parallel_ranks_divide_tokens() -> None:
-    one, two = (plan_of(DENSE, **parallel(count, context=count))[1].train for count in (1, 2))
-    assert two.activations == one.activations / 2
-    assert (two.gradients, two.moments) == (one.gradients, one.moments / 2)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_parallel_ranks_divide_tokens_and_keep_the_keys_that_they_see(ranks: int) -> None:
+    one, some = (plan_of(DENSE, **parallel(count, context=count))[1].train for count in (1, ranks))
+    parts = cut_sequences([4096, 1024], Cut(context=ranks, rank=1))
+    seen = sum(parts.key_lengths) / len(parts.own_rows)
+    keys = 36 * (seen * 2 * 1024 - 1024) * 16_384 / ranks
+    assert some.activations == pytest.approx(one.activations / ranks + 2 * keys)
+    assert (some.gradients, some.moments) == (one.gradients, one.moments / ranks)
+    train = {"dtype": "bfloat16", "recompute": "selective"}
+    plans = [
+        plan_of(DENSE, **parallel(n, context=n) | {"train": train | {"parallel": {"context": n}}})
+        for n in (1, ranks)
+    ]
+    own, again = (plan.train.activations for _, plan in plans)
+    assert again == own / ranks  # they are gathered once more
 
 
 def test_expert_parallel_ranks_divide_experts() -> None:
@@ -502,6 +515,52 @@ def test_a_pipeline_is_idle_at_its_ends() -> None:
         return plan_of(DENSE, train=sizes, placement={"train_workers": 2})[1].seconds["train"]
 
     assert seconds(262_144) / seconds(8192) == pytest.approx(2 / (33 / 32), rel=0.02)
+
+
+def test_gradients_and_weights_are_exchanged_once_in_each_optimizer_step() -> None:
+    def plan(workers: int, micro_batch: int) -> Plan:
+        train = {"dtype": "bfloat16", "micro_batch_tokens": micro_batch}
+        rollout = {"max_new_tokens": 512, "prompts_per_step": 32 * workers}
+        return plan_of(DENSE, train=train, rollout=rollout, placement={"train_workers": workers})[1]
+
+    moved = 6 * plan(1, 16_384).layout.rank.total / 2  # float32 gradients, bfloat16 weights
+    saved = 32 * plan(1, 16_384).layout.rank.total / 2  # of the optimizer
+    rates = RATES["H200"]
+    for micro_batch in (1024, 16_384):
+        more = plan(2, micro_batch).seconds["train"] - plan(1, micro_batch).seconds["train"]
+        assert more == pytest.approx(moved / rates.link - saved / rates.copy, rel=1e-3)
+
+
+def test_passes_exchange_hidden_states_as_often_as_they_run() -> None:
+    def per_token(*, trains: bool = True, recompute: str = "none", **sizes: int) -> float:
+        sections = parallel(2, **sizes)
+        config, plan = plan_of(DENSE, **sections | {"train": sections["train"] | {"recompute": recompute}})
+        return token_bytes(config, plan.shape, plan.layout, trains=trains)
+
+    half, keys = 2 * 2560 / 2, 36 * 2 * 1024 / 2
+    assert per_token() == 0
+    assert per_token(tensor=2, trains=False) == (4 * 36 + 2) * half
+    assert per_token(tensor=2) == (6 * 36 + 5) * half
+    assert per_token(tensor=2, recompute="full") == (10 * 36 + 5) * half
+    assert per_token(context=2, trains=False) == 2 * keys
+    assert per_token(context=2) == (2 + 4) * keys  # gradients in float32
+    assert per_token(context=2, recompute="selective") == (2 + 2 + 4) * keys
+
+
+def test_fsdp_gathers_weights_in_each_micro_batch_beside_its_work() -> None:
+    def seconds(workers: int, link: float) -> float:
+        rollout = {"max_new_tokens": 512, "prompts_per_step": 4 * workers}
+        facts = {"rates": replace(rates, link=link)}
+        placement = {"train_workers": workers}
+        return plan_of(DENSE, facts=facts, train=FSDP, rollout=rollout, placement=placement)[1].seconds[
+            "train"
+        ]
+
+    rates, total = RATES["H200"], plan_of(DENSE, train=FSDP)[1].layout.rank.total
+    optimizer = 32 * total / 2 / rates.copy
+    assert seconds(1, rates.link) - seconds(2, rates.link) == pytest.approx(optimizer)  # hidden
+    moved = 2 * (2 * 2 + 4) * total / 2  # by two micro-batches: bfloat16 weights, float32 gradients
+    assert seconds(2, 1e9) == pytest.approx(moved / 1e9 + optimizer + rates.step_s)
 
 
 def test_the_fsdp_engine_takes_longer() -> None:

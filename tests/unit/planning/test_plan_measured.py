@@ -164,18 +164,21 @@ def test_the_time_of_a_train_step_is_as_measured(
 
 
 @pytest.mark.parametrize(
-    ("shape", "parallel", "ms"),
+    ("shape", "parallel", "ms", "exposed"),
     [
-        ("1.7b", {}, 217),
-        ("1.7b", {"tensor": 2}, 241),
-        ("1.7b", {"context": 2}, 253),
-        ("30b-a3b", {"expert": 2}, 159),
+        ("1.7b", {}, 217, 26),
+        ("1.7b", {"tensor": 2}, 241, 34),
+        ("1.7b", {"context": 2}, 253, 37),
+        ("30b-a3b", {"expert": 2}, 159, 28),
     ],
 )
 def test_the_time_of_a_train_step_on_two_gpus_is_as_measured(
-    shape: str, parallel: dict[str, int], ms: float
+    shape: str, parallel: dict[str, int], ms: float, exposed: float
 ) -> None:
-    """8,192 tokens for each GPU, with the loss of that time, which computed its logits twice."""
+    """8,192 tokens for each GPU, with the loss of that time, which computed its logits twice.
+
+    :param exposed: Milliseconds of communication beside which nothing else ran.
+    """
     keys = {
         "run": {"name": "t", "task": "sft"},
         "data": {"train": [], "max_prompt_tokens": 4096},
@@ -185,6 +188,10 @@ def test_the_time_of_a_train_step_on_two_gpus_is_as_measured(
     }
     plan = planned(shape, keys, replace(H200, is_plain_batch=True))
     assert plan.seconds["train"] * 1e3 == pytest.approx(ms, rel=0.2)
+    rates = replace(RATES["H200"], link=float("inf"))
+    alone = planned(shape, keys, replace(H200, is_plain_batch=True, rates=rates))
+    communication = plan.seconds["train"] - alone.seconds["train"]
+    assert communication * 1e3 == pytest.approx(exposed, rel=0.2)
 
 
 def test_the_parts_of_a_colocated_step_are_as_measured() -> None:

@@ -1,0 +1,69 @@
+"""Bytes that a training rank exchanges with others: gradients, weights, hidden states, keys, tokens.
+
+A gather or a scatter among ``n`` ranks moves ``(n - 1) / n`` of the whole to each of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from anygauge.planning.batches import Batches
+from anygauge.planning.layout import Layout
+from anygauge.planning.memory import FLOAT, itemsize
+from anygauge.planning.shape import ModelShape
+
+if TYPE_CHECKING:
+    from anygauge.config import Config
+
+__all__ = ["gathered_bytes", "token_bytes", "update_bytes"]
+
+HIDDEN_BACKWARD = 0.5
+"""Part of the exchanges of hidden states that a backward pass waits for: products of gradients hide as many
+again, in which it gathers inputs and scatters their gradients."""
+
+
+def update_bytes(config: Config, layout: Layout) -> float:
+    """Return the bytes of an update: gradients to the ranks that own a part, and their new weights to all."""
+    dense, experts = layout.rank.trained(config)
+    moved = dense * _of_others(layout.optimizer_shards) + experts * _of_others(layout.expert_shards)
+    return (FLOAT + itemsize(config)) * moved
+
+
+def gathered_bytes(config: Config, layout: Layout, batches: Batches) -> float:
+    """Return the bytes of a mini-batch of the FSDP engine.
+
+    Each micro-batch gathers weights for both of its passes, and reduces gradients in float32.
+    """
+    shards = layout.workers // config.train.parallel.replicate
+    weights = layout.rank.total - layout.rank.packed
+    gradients = sum(layout.rank.trained(config))
+    moved = 2 * itemsize(config) * weights + FLOAT * gradients
+    return batches.micro_batches * moved * _of_others(shards)
+
+
+def token_bytes(config: Config, shape: ModelShape, layout: Layout, *, trains: bool) -> float:
+    """Return the bytes that the layers exchange for each token of a data-parallel rank while nothing runs.
+
+    :param trains: Whether there is a backward pass.
+    """
+    again = config.train.recompute if trains else "none"
+    sparse = 0 if shape.experts is None else shape.experts.layers
+    forwards = 2.0 if again == "full" else 1.0
+    size = itemsize(config)
+    # around attention and around a dense MLP: gathered before, scattered after
+    around = 2 * (2 * shape.layers - sparse) * (forwards + (HIDDEN_BACKWARD if trains else 0.0))
+    ends = 5 if trains else 2  # of the embedding and the loss
+    hidden = size * (around + ends) * shape.hidden * _of_others(layout.tensor) / layout.context
+    of_attention = size * (2.0 if again in ("full", "selective") else 1.0) + (FLOAT if trains else 0.0)
+    heads = shape.attention.key + shape.attention.value
+    keys = shape.attention_layers * of_attention * heads / layout.tensor * _of_others(layout.context)
+    routed = 0.0
+    if shape.experts is not None:
+        # to the experts and back
+        there = 2 * shape.experts.chosen * shape.hidden * (forwards + (1.0 if trains else 0.0))
+        routed = size * sparse * there * _of_others(layout.expert) / (layout.tensor * layout.context)
+    return (hidden + keys + routed) / layout.pipeline
+
+
+def _of_others(ranks: int) -> float:
+    return 1 - 1 / ranks
