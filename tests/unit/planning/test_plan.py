@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from anygauge.planning.plan import Assumptions, Plan, make_plan
 from anygauge.planning.rates import RATES
 from anygauge.planning.shape import ModelShape, read_shape
 from anygauge.planning.text import table_lines
-from anygauge.planning.traffic import token_bytes
+from anygauge.planning.traffic import token_bytes, update_bytes
 from anygauge.plugins import load_plugins
 from anygauge_hooks.errors import ConfigError, DoesNotFitError
 
@@ -531,10 +532,18 @@ def test_gradients_and_weights_are_exchanged_once_in_each_optimizer_step() -> No
         assert more == pytest.approx(moved / rates.link - saved / rates.copy, rel=1e-3)
 
 
+def test_ranks_exchange_what_other_ranks_own_of_each_kind_of_weight() -> None:
+    config, plan = plan_of(QWEN3_30B_A3B, **parallel(8, expert=2))
+    rank = plan.layout.rank
+    assert update_bytes(config, plan.layout) == 6 * (rank.dense * 7 / 8 + rank.experts * 3 / 4)
+
+
 def test_passes_exchange_hidden_states_as_often_as_they_run() -> None:
-    def per_token(*, trains: bool = True, recompute: str = "none", **sizes: int) -> float:
-        sections = parallel(2, **sizes)
-        config, plan = plan_of(DENSE, **sections | {"train": sections["train"] | {"recompute": recompute}})
+    def per_token(
+        hf: dict[str, Any] = DENSE, *, trains: bool = True, recompute: str = "none", **sizes: int
+    ) -> float:
+        sections = parallel(math.prod(sizes.values()), **sizes)
+        config, plan = plan_of(hf, **sections | {"train": sections["train"] | {"recompute": recompute}})
         return token_bytes(config, plan.shape, plan.layout, trains=trains)
 
     half, keys = 2 * 2560 / 2, 36 * 2 * 1024 / 2
@@ -545,6 +554,12 @@ def test_passes_exchange_hidden_states_as_often_as_they_run() -> None:
     assert per_token(context=2, trains=False) == 2 * keys
     assert per_token(context=2) == (2 + 4) * keys  # gradients in float32
     assert per_token(context=2, recompute="selective") == (2 + 2 + 4) * keys
+    assert per_token(context=2, tensor=2) == (6 * 36 + 5) * half / 2 + (2 + 4) * keys / 2
+    assert per_token(context=2, pipeline=2) == (2 + 4) * keys / 2
+    # no dense MLP gathers hidden states; tokens go to experts and back, twice
+    split, routed = 2 * 2048 / 2, 2 * 48 * 4 * 8 * 2048
+    both = per_token(QWEN3_30B_A3B, tensor=2, expert=4)
+    assert both == (3 * 48 + 5) * split + routed * 3 / 4 / 2
 
 
 def test_fsdp_gathers_weights_in_each_micro_batch_beside_its_work() -> None:
