@@ -74,6 +74,14 @@ class EventLoop:
         finally:
             future.cancel()
 
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function in the loop's thread and return its result."""
+
+        async def called() -> T:
+            return function()
+
+        return self.run(called())
+
 
 class _IdleLoop(asyncio.SelectorEventLoop):
     """An event loop that says when nothing in it can go on by itself."""

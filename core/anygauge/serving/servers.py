@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from anygauge.config import Config
@@ -19,7 +19,7 @@ from anygauge.observability.phases import PhaseTime, Row
 from anygauge.runtime.event_loop import EventLoop
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.engine_state import EngineReport, EngineState
-from anygauge.serving.server_plan import ServerPlan, plan_servers
+from anygauge.serving.server_plan import plan_servers
 from anygauge.serving.server_sources import ServerSource
 from anygauge.serving.server_workers import Serving
 from anygauge_hooks.errors import RolloutError
@@ -66,8 +66,11 @@ class Servers:
         self._rests = False
         """Whether the servers have no room to start in."""
         self._failure: BaseException | None = None
-        self.pools: Mapping[str, EnginePool] = loop.run(
-            _made(config, {plan.model for plan in self._plans}, self._died, store)
+        models = {plan.model for plan in self._plans}
+        self.pools: Mapping[str, EnginePool] = loop.call(
+            lambda: {
+                model: EnginePool(config.rollout.client, died=self._died, store=store) for model in models
+            }
         )
         """Pools by name of the model."""
         self._join(range(len(self._plans)))
@@ -79,9 +82,17 @@ class Servers:
 
     def _join(self, ranks: Collection[int]) -> None:
         """Add servers to their pools; those with old weights get no requests yet."""
-        self._loop.run(
-            _join(self.pools, [(self._plans[rank], self.serving[rank]) for rank in ranks], self.behind)
-        )
+
+        def add_all() -> None:
+            for rank in ranks:
+                self.pools[self._plans[rank].model].add(
+                    _name(rank),
+                    self.serving[rank].peer,
+                    kind=self._plans[rank].kind,
+                    state="paused" if rank in self.behind else "serving",
+                )
+
+        self._loop.call(add_all)
 
     def lost(self) -> dict[int, str]:
         """Return which servers cannot be used, and why."""
@@ -90,8 +101,8 @@ class Servers:
 
     def _reports(self) -> dict[int, EngineReport]:
         """Return how each server is, by rank."""
-        reports = self._loop.run(_reports(self.pools.values()))
-        return {plan.rank: reports[_name(plan.rank)] for plan in self._plans}
+        reports = self._loop.call(lambda: {name: pool.report() for name, pool in self.pools.items()})
+        return {plan.rank: reports[plan.model][_name(plan.rank)] for plan in self._plans}
 
     def look(self) -> None:
         """Restart lost servers, and take back restarted ones.
@@ -157,19 +168,35 @@ class Servers:
 
     def is_serving(self) -> bool:
         """Return whether there are servers that answer requests."""
-        return self._loop.run(_serves(self.pool))
+        return self._loop.call(lambda: self.pool.serves)
 
     def mark(self, ranks: Collection[int], state: EngineState) -> None:
         """Let servers serve, or pause them; one that is lost meanwhile stays lost."""
-        self._loop.run(_mark(self.pool, ranks, state))
+
+        def mark_all() -> None:
+            for rank in ranks:
+                if self.pool.report()[_name(rank)].state not in LOST:
+                    self.pool.mark(_name(rank), state)
+
+        self._loop.call(mark_all)
 
     def set_weight_version(self, ranks: Collection[int], version: int) -> None:
         """Tell the clients of servers which weights these were given."""
-        self._loop.run(_set_weight_version(self.pool, ranks, version))
+
+        def set_all() -> None:
+            for rank in ranks:
+                self.pool.client(_name(rank)).weight_version = version
+
+        self._loop.call(set_all)
 
     def distrust(self, reasons: Mapping[int, str]) -> None:
         """Give up servers with wrong weights, each for a reason."""
-        self._loop.run(_distrust(self.pool, reasons))
+
+        def distrust_all() -> None:
+            for rank, reason in reasons.items():
+                self.pool.mark(_name(rank), "unusable", reason)
+
+        self._loop.call(distrust_all)
 
     def reports(self) -> list[WorkerReport]:
         """Return and reset the workers' reports."""
@@ -181,7 +208,7 @@ class Servers:
 
         Others, such as a judge, are asked by rollout functions, and may have nothing to do.
         """
-        return self._loop.run(_take_idle(self.pool))
+        return len(self._loop.call(self.pool.take_idle))
 
     def start_profile(self, directory: Path, ranks: Collection[int]) -> list[str]:
         """Have servers begin a profile in a folder of their own, and return what went wrong.
@@ -202,8 +229,10 @@ class Servers:
 
     def take_phases(self) -> dict[Row, Sequence[PhaseTime]]:
         """Return and forget what each server did since the last call."""
-        phases = self._loop.run(_take_phases(self.pools.values()))
-        return {Row("engine", plan.rank): phases.get(_name(plan.rank), ()) for plan in self._plans}
+        phases = self._loop.call(lambda: {name: pool.take_phases() for name, pool in self.pools.items()})
+        return {
+            Row("engine", plan.rank): phases[plan.model].get(_name(plan.rank), ()) for plan in self._plans
+        }
 
     def describe(self) -> str:
         """Return how each server is, for an error."""
@@ -226,62 +255,9 @@ def _name(rank: int) -> str:
     return f"engine {rank}"
 
 
-async def _made(
-    config: Config,
-    models: Collection[str],
-    died: Callable[[str, str], None],
-    store: MediaStore | None,
-) -> Mapping[str, EnginePool]:
-    return {model: EnginePool(config.rollout.client, died=died, store=store) for model in models}
-
-
-async def _join(
-    pools: Mapping[str, EnginePool], servers: Sequence[tuple[ServerPlan, Serving]], behind: Collection[int]
-) -> None:
-    for plan, server in servers:
-        pools[plan.model].add(
-            _name(plan.rank),
-            server.peer,
-            kind=plan.kind,
-            state="paused" if plan.rank in behind else "serving",
-        )
-
-
-async def _take_idle(pool: EnginePool) -> int:
-    return len(pool.take_idle())
-
-
 async def _start_profile(pools: Iterable[EnginePool], directories: Mapping[str, Path]) -> list[str]:
     return [reason for pool in pools for reason in await pool.start_profile(directories)]
 
 
 async def _stop_profile(pools: Iterable[EnginePool], names: Collection[str]) -> list[str]:
     return [reason for pool in pools for reason in await pool.stop_profile(names)]
-
-
-async def _take_phases(pools: Iterable[EnginePool]) -> Mapping[str, Sequence[PhaseTime]]:
-    return {name: phases for pool in pools for name, phases in pool.take_phases().items()}
-
-
-async def _reports(pools: Iterable[EnginePool]) -> Mapping[str, EngineReport]:
-    return {name: report for pool in pools for name, report in pool.report().items()}
-
-
-async def _serves(pool: EnginePool) -> bool:
-    return pool.serves
-
-
-async def _mark(pool: EnginePool, ranks: Collection[int], state: EngineState) -> None:
-    for rank in ranks:
-        if pool.report()[_name(rank)].state not in LOST:
-            pool.mark(_name(rank), state)
-
-
-async def _set_weight_version(pool: EnginePool, ranks: Collection[int], version: int) -> None:
-    for rank in ranks:
-        pool.client(_name(rank)).weight_version = version
-
-
-async def _distrust(pool: EnginePool, reasons: Mapping[int, str]) -> None:
-    for rank, reason in reasons.items():
-        pool.mark(_name(rank), "unusable", reason)
