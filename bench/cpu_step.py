@@ -37,6 +37,7 @@ from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.rl import Group, Prompt, SamplingParams
 from anygauge_hooks.types import NamedFunction
 from anygauge_tests.embedded import sample_all
+from anygauge_tests.engine_config import engine_config
 
 BATCH, LENGTH = 4, 256
 PROMPTS, SAMPLES, PROMPT_LENGTH, NEW_TOKENS = 16, 8, 16, 32
@@ -54,15 +55,7 @@ def context() -> WorkerContext:
 
 def make_config(path: Path, engine: str) -> Config:
     """Return the config of both the train and the rollout engine."""
-    return Config.model_validate(
-        {
-            "run": {"name": "bench", "steps": 1000},
-            "model": {"path": path},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"engine": engine, "lr": 1e-4, "micro_batch_tokens": 16_384},
-        }
-    )
+    return engine_config(path, train={"engine": engine, "lr": 1e-4, "micro_batch_tokens": 16_384})
 
 
 def seconds(step: Callable[[], object]) -> float:

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anygauge.config import Config
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import load_plugins
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 DECORATED: list[str] = []
 CALLS: Counter[str] = Counter()
@@ -56,14 +56,7 @@ def make_engine(context: WorkerContext, fields: Mapping[str, Any]) -> Any:
 
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(fields))
-        config = Config.model_validate(
-            {
-                "run": {"name": "count", "steps": 1},
-                "model": {"path": directory},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-            }
-        )
+        config = engine_config(directory)
         return MegatronEngine(config, context, build=drawn_policy)
 
 

@@ -65,16 +65,10 @@ def send(rank: int, senders: int, store: str, address: str, arguments: argparse.
 
 def make_config(bucket_bytes: int) -> Any:
     """Return a config with the transport and this size of buckets."""
-    from anygauge.config import Config
+    from anygauge_tests.engine_config import engine_config
 
     sync = {"transport": "distributed", "bucket_bytes": bucket_bytes, "verify": "none"}
-    tables = {
-        "run": {"name": "joint-sync", "steps": 1},
-        "model": {"path": "none"},
-        "data": {"train": []},
-        "reward": {"function": "none"},
-    }
-    return Config.model_validate({**tables, "weight_sync": {**sync, "deadline_s": DEADLINE_S}})
+    return engine_config("none", weight_sync={**sync, "deadline_s": DEADLINE_S})
 
 
 def measure(senders: int, address: str, arguments: argparse.Namespace, visible: dict[str, str]) -> None:

@@ -179,11 +179,11 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     import torch
     import torch.distributed as dist
 
-    from anygauge.config import Config
     from anygauge.engines.megatron.prepare import prepare_megatron
     from anygauge.plugins import load_plugins
     from anygauge_hooks.engines import LossInputs, WorkerContext
     from anygauge_tests.batches import TrainSample, make_batch
+    from anygauge_tests.engine_config import engine_config
 
     plugins = load_plugins()
     backend = plugins.get("register_backends", args.backend)
@@ -192,21 +192,16 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     dist.init_process_group(backend.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
     train = {"lr": 1e-5, "dtype": args.dtype, "micro_batch_tokens": args.micro_batch or sum(args.lengths)}
     side = args.sides[0]
-    config = Config.model_validate(
-        {
-            "run": {"name": "bench", "steps": 1000},
-            "model": {"path": str(folder), "modalities": ["image"] if side in SEEING else []},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {
-                **train,
-                **({"engine": "fsdp"} if side in FSDP else {"megatron": json.loads(args.megatron)}),
-                "lora": _lora(side),
-                "recompute": args.recompute,
-                "prefix_packing": side == "prefix",
-                "freeze": ["vision"] if side == "frozen" else [],
-            },
-        }
+    config = engine_config(
+        {"path": str(folder), "modalities": ["image"] if side in SEEING else []},
+        train={
+            **train,
+            **({"engine": "fsdp"} if side in FSDP else {"megatron": json.loads(args.megatron)}),
+            "lora": _lora(side),
+            "recompute": args.recompute,
+            "prefix_packing": side == "prefix",
+            "freeze": ["vision"] if side == "frozen" else [],
+        },
     )
     pictures = ImageStore(args.pixels)
     context = WorkerContext(

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anygauge.config import Config
 from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.media import DictStore
 from anygauge_tests.vision_models import random_image, vision_sample, write_vision_model
 
@@ -51,14 +51,8 @@ def make_context(plugins: Plugins, store: DictStore) -> WorkerContext:
 
 def make_engine(context: WorkerContext, model: Path, micro_batch_tokens: int) -> Any:
     """Return a train engine with images."""
-    config = Config.model_validate(
-        {
-            "run": {"name": "bench", "steps": 1000},
-            "model": {"path": model, "modalities": ["image"]},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"lr": 1e-4, "micro_batch_tokens": micro_batch_tokens},
-        }
+    config = engine_config(
+        {"path": model, "modalities": ["image"]}, train={"lr": 1e-4, "micro_batch_tokens": micro_batch_tokens}
     )
     return context.plugins.get("register_train_engines", "megatron").make(config, context)
 

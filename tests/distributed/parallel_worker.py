@@ -42,6 +42,7 @@ from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl
 from anygauge_hooks.types import BackendSpec, Device
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.optimizers import Joining, Rounding, Taking, taking
 
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -52,23 +53,19 @@ Place = tuple[BackendSpec, Device]
 def make_config(case: dict[str, Any]) -> Config:
     train = {"lr": 1e-2, "adam_eps": 1e-2, "micro_batch_tokens": 40, **case.get("train", {})}
     train["parallel"] = case.get("parallel", {})
-    return Config.model_validate(
-        {
-            "run": {"name": "parallel", "steps": 4, "timeout_s": COLLECTIVE_TIMEOUT_S},
-            "model": {"path": case.get("model", "none")},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "rollout": {"temperature": 0.8},
-            "debug": {"mode": "train_only"},
-            "algorithm": {
-                "entropy_coef": 0.01,
-                "loss_aggregation": "sample_mean",
-                **case.get("algorithm", {}),
-            },
-            **{name: case.get(name, {}) for name in ("critic", "teacher")},
-            "train": train,
-            "placement": {"launcher": "local", "train_workers": case["world"], "threads_per_worker": 1},
-        }
+    return engine_config(
+        case.get("model", "none"),
+        run={"name": "parallel", "steps": 4, "timeout_s": COLLECTIVE_TIMEOUT_S},
+        rollout={"temperature": 0.8},
+        debug={"mode": "train_only"},
+        algorithm={
+            "entropy_coef": 0.01,
+            "loss_aggregation": "sample_mean",
+            **case.get("algorithm", {}),
+        },
+        **{name: case.get(name, {}) for name in ("critic", "teacher")},
+        train=train,
+        placement={"launcher": "local", "train_workers": case["world"], "threads_per_worker": 1},
     )
 
 

@@ -16,6 +16,7 @@ from anygauge.plugins import load_plugins
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_tests.batches import TrainSample, plan_samples
+from anygauge_tests.engine_config import engine_config
 
 SHARD = "model-00001-of-00001.safetensors"
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10_000}
@@ -23,16 +24,12 @@ Metrics = list[dict[str, float]]
 
 
 def make_config(path: Path, num_workers: int, **train: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "parallel", "steps": 4},
-            "model": {"path": path},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01, "loss_aggregation": "sample_mean"},
-            "train": {"lr": 1e-3, "micro_batch_tokens": 64, "optimizer_steps": 3, **train},
-            "placement": {"launcher": "local", "train_workers": num_workers, "threads_per_worker": 1},
-        }
+    return engine_config(
+        path,
+        run={"name": "parallel", "steps": 4},
+        algorithm={"kl_coef": 0.1, "entropy_coef": 0.01, "loss_aggregation": "sample_mean"},
+        train={"lr": 1e-3, "micro_batch_tokens": 64, "optimizer_steps": 3, **train},
+        placement={"launcher": "local", "train_workers": num_workers, "threads_per_worker": 1},
     )
 
 

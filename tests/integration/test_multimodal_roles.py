@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.config import Config
 from anygauge.config.roles import Components
 from anygauge.plugins import load_plugins
 from anygauge.trainer.actors import ActorWorker
 from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.toy_tower import Package, Store, image, sample, toy_model
 
 MakeWorker = Callable[..., ActorWorker]
@@ -48,15 +48,10 @@ def make_worker(context: WorkerContext, models: dict[str, Path], store: Store) -
     plugins.register(Package(), "toy")
 
     def make(model: str = "own", **sections: Any) -> ActorWorker:
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 1},
-                "model": {"path": models[model], "modalities": ["image"]},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {"lr": 1e-3, "micro_batch_tokens": 64, "dtype": "float32"},
-                **sections,
-            }
+        config = engine_config(
+            {"path": models[model], "modalities": ["image"]},
+            train={"lr": 1e-3, "micro_batch_tokens": 64, "dtype": "float32"},
+            **sections,
         )
         components = Components(trains=True, generates=False, learns=True)
         return ActorWorker(config, replace(context, plugins=plugins, media=store), components=components)

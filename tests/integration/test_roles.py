@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from anygauge.config import Config
 from anygauge.config.roles import Components
 from anygauge.run_directory.dumps import read_batch, read_log_probs
 from anygauge.testing.tiny import tiny_qwen3
@@ -21,6 +20,7 @@ from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import CheckpointError
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 MakeWorker = Callable[..., ActorWorker]
 TRAIN = {"lr": 1e-3, "micro_batch_tokens": 64, "dtype": "float32", "optimizer_steps": 2}
@@ -45,15 +45,8 @@ LORA = {"engine": "fsdp", "lora": {"rank": 16, "alpha": 128, "modules_to_save": 
 )
 def make_worker(request: pytest.FixtureRequest, context: WorkerContext, model: Path) -> MakeWorker:
     def make(**sections: Any) -> ActorWorker:
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 10},
-                "model": {"path": model},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                **sections,
-                "train": {**request.param, **sections.get("train", TRAIN)},
-            }
+        config = engine_config(
+            model, **{**sections, "train": {**request.param, **sections.get("train", TRAIN)}}
         )
         return ActorWorker(config, context, components=Components(trains=True, generates=False, learns=True))
 

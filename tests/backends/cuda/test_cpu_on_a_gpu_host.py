@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from anygauge.config import Config
 from anygauge.plugins import find_backend, load_plugins
 from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_tests.batches import TrainSample, plan_samples
+from anygauge_tests.engine_config import engine_config
 
 HAS_GPU = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
 
@@ -31,16 +31,12 @@ pytestmark = [
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerGroup]:
     monkeypatch.syspath_prepend(Path(__file__).parent)  # workers search where their driver does
-    config = Config.model_validate(
-        {
-            "run": {"name": "gpu-host", "timeout_s": 100},
-            "model": {"path": tiny_qwen3(tmp_path / "model", vocab_size=64)},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"lr": 1e-3, "recompute": "full"},
-            "rollout": {"temperature": 1.0},
-            "placement": {"launcher": "local", "train_workers": 1},
-        }
+    config = engine_config(
+        tiny_qwen3(tmp_path / "model", vocab_size=64),
+        run={"name": "gpu-host", "timeout_s": 100},
+        train={"lr": 1e-3, "recompute": "full"},
+        rollout={"temperature": 1.0},
+        placement={"launcher": "local", "train_workers": 1},
     )
     plugins = load_plugins()
     backend = find_backend(plugins, plugins.named("register_backends"), "cpu")

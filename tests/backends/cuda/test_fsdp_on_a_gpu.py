@@ -12,12 +12,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from anygauge.config import Config
 from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 
@@ -40,15 +40,7 @@ def contexts() -> Iterator[dict[str, WorkerContext]]:
 
 
 def make(context: WorkerContext, path: Path, **train: Any) -> Any:
-    config = Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 10},
-            "model": {"path": path},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"engine": "fsdp", "lr": 1e-3, "micro_batch_tokens": 64, **train},
-        }
-    )
+    config = engine_config(path, train={"engine": "fsdp", "lr": 1e-3, "micro_batch_tokens": 64, **train})
     return context.plugins.get("register_train_engines", "fsdp").make(config, context)
 
 

@@ -20,6 +20,7 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ProviderError
 from anygauge_npu import mindspeed
+from anygauge_tests.engine_config import engine_config
 
 
 def main(log: str, options: str, step: str = "") -> None:
@@ -27,14 +28,8 @@ def main(log: str, options: str, step: str = "") -> None:
     plugins = load_plugins(only=["cpu", "models"])
     backend = plugins.get("register_backends", "cpu")
     model = Path(log).parent / "model"
-    config = Config.model_validate(
-        {
-            "run": {"name": "provider", "steps": 10},
-            "model": {"path": str(model)},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"provider": "mindspeed", "provider_options": json.loads(options)},
-        }
+    config = engine_config(
+        str(model), train={"provider": "mindspeed", "provider_options": json.loads(options)}
     )
     (spec,) = register_train_engines()
     report: dict[str, Any] = {}

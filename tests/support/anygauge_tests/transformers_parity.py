@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from anygauge.config import Config
 from anygauge.serving.embedded.engine import TransformersEngine
 from anygauge.serving.embedded.multimodal import MultimodalContext
 from anygauge.testing.tiny import tiny_tokenizer
@@ -24,6 +23,7 @@ from anygauge_hooks.models import ModelSpec, text_config, transformers_model
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_tests.batches import TrainSample, log_probs, make_batch
 from anygauge_tests.embedded import sample_all
+from anygauge_tests.engine_config import engine_config
 
 __all__ = ["ParityPair", "build", "check_fsdp_log_probs", "exported_tensors", "sample"]
 
@@ -181,14 +181,7 @@ def build(path: Path, context: WorkerContext, modalities: Sequence[str], **optio
     from anygauge.engines.megatron.model import build_policy, initialize_parallel
     from anygauge.engines.megatron.scope import make_scope
 
-    config = Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 1},
-            "model": {"path": path, "modalities": list(modalities)},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-        }
-    )
+    config = engine_config({"path": path, "modalities": list(modalities)})
     with make_scope(context.device):
         initialize_parallel(seed=0, timeout_s=60)
         return build_policy(config, context.plugins, context.backend, context.device, **options)
@@ -217,14 +210,9 @@ def check_fsdp_log_probs(pair: ParityPair, modalities: Sequence[str]) -> Any:
 
     :returns: The engine.
     """
-    config = Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 1},
-            "model": {"path": pair.path, "modalities": list(modalities)},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"engine": "fsdp", "micro_batch_tokens": 10_000},
-        }
+    config = engine_config(
+        {"path": pair.path, "modalities": list(modalities)},
+        train={"engine": "fsdp", "micro_batch_tokens": 10_000},
     )
     spec = pair.context.plugins.get("register_train_engines", "fsdp")
     engine = spec.make(config, replace(pair.context, media=pair.store))

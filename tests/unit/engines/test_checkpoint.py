@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 
 import anygauge_cpu.plugin
-from anygauge.config import Config
 from anygauge.engines import checkpoint_files
 from anygauge.engines.checkpoint_files import (
     FORMAT,
@@ -35,6 +34,7 @@ from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import CheckpointError, WeightMappingError
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.optimizers import Joining, Rounding, Taking, taking
 
 MakeEngine = Callable[..., Any]
@@ -53,21 +53,17 @@ ONE_MODEL = pytest.mark.parametrize("model", [False], ids=["untied"], indirect=T
 @pytest.fixture
 def make_engine(context: WorkerContext, model: Path) -> MakeEngine:
     def make(path: Path = model, steps: int = 10, save: Any = None, **train: Any) -> Any:
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": steps},
-                "model": {"path": path},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "save": save or {},
-                "train": {
-                    "lr": 1e-2,
-                    "weight_decay": 0.1,
-                    "lr_schedule": "cosine",
-                    "warmup_steps": 3,
-                    **train,
-                },
-            }
+        config = engine_config(
+            path,
+            run={"name": "test", "steps": steps},
+            save=save or {},
+            train={
+                "lr": 1e-2,
+                "weight_decay": 0.1,
+                "lr_schedule": "cosine",
+                "warmup_steps": 3,
+                **train,
+            },
         )
         return context.plugins.get("register_train_engines", "megatron").make(config, context)
 

@@ -20,6 +20,7 @@ from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import CriticEngine, WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 LENGTHS = ((17, 5), (5, 1), (40, 20), (33, 30))
 """Tokens and response tokens of each sample; more than one micro-batch of 64."""
@@ -28,16 +29,12 @@ MakeCritic = Callable[..., CriticEngine]
 
 
 def make_config(path: Path, critic: dict[str, Any] | None = None, **train: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 10},
-            "model": {"path": path},
-            "data": {"train": []},
-            "rollout": {"temperature": 0.5},
-            "algorithm": {"advantage": "gae"},
-            "critic": {"lr": 1e-2, **(critic or {})},
-            "train": {"lr": 1e-3, "micro_batch_tokens": 64, "dtype": "float32", **train},
-        }
+    return engine_config(
+        path,
+        rollout={"temperature": 0.5},
+        algorithm={"advantage": "gae"},
+        critic={"lr": 1e-2, **(critic or {})},
+        train={"lr": 1e-3, "micro_batch_tokens": 64, "dtype": "float32", **train},
     )
 
 

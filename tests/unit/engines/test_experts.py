@@ -27,6 +27,7 @@ from anygauge_hooks.kernels import KernelImpl, KernelOp
 from anygauge_hooks.types import BackendSpec
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 MakeEngine = Callable[..., Any]
 LENGTHS = ((17, 5), (5, 1), (40, 20), (2, 1), (33, 30))
@@ -41,15 +42,7 @@ def make_engine(context: WorkerContext, plugins: Plugins) -> MakeEngine:
 
 
 def config_of(path: Path, **train: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 10},
-            "model": {"path": path},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"lr": 1e-3, "micro_batch_tokens": 64, "clip_grad": 0.0, **train},
-        }
-    )
+    return engine_config(path, train={"lr": 1e-3, "micro_batch_tokens": 64, "clip_grad": 0.0, **train})
 
 
 @pytest.fixture(scope="module")

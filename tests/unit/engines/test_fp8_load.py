@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from anygauge.config import Config
 from anygauge.engines.dequantize import to_bfloat16
 from anygauge.engines.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from anygauge.plugins import Plugins, load_plugins
@@ -24,6 +23,7 @@ from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.fp8 import quantized
 
 ENGINES = ("fsdp", "megatron")
@@ -71,14 +71,8 @@ def _write_deepseek(directory: Path) -> None:
 @pytest.fixture
 def make_engine(context: WorkerContext, plugins: Plugins) -> Callable[..., Any]:
     def make(path: Path, engine: str, **train: Any) -> Any:
-        tables = {
-            "run": {"name": "test", "steps": 10},
-            "model": {"path": path},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"engine": engine, "lr": 0.02, "micro_batch_tokens": 64, **train},
-        }
-        return plugins.get("register_train_engines", engine).make(Config.model_validate(tables), context)
+        keys = {"engine": engine, "lr": 0.02, "micro_batch_tokens": 64, **train}
+        return plugins.get("register_train_engines", engine).make(engine_config(path, train=keys), context)
 
     return make
 
@@ -134,14 +128,6 @@ def test_check_model_compares_them_with_transformers(
     context: WorkerContext, published: tuple[Path, Path], name: str
 ) -> None:
     plugins = load_plugins()
-    config = Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 1},
-            "model": {"path": published[0]},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"engine": name, "dtype": "float32", "clip_grad": 0.0},
-        }
-    )
+    config = engine_config(published[0], train={"engine": name, "dtype": "float32", "clip_grad": 0.0})
     rows = list(check_model(config, plugins, replace(context, plugins=plugins), "1+2=3"))
     assert [row.found for row in rows if row.status == "FAIL"] == []

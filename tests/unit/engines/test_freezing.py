@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from anygauge.config import Config
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_family, tiny_tokenizer
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 MakeEngine = Callable[..., Any]
 ENGINES = ("fsdp", "megatron")
@@ -41,14 +41,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, plugins: Plugins) -> P
 @pytest.fixture
 def make_engine(context: WorkerContext, plugins: Plugins, model: Path) -> MakeEngine:
     def make(engine: str, *freeze: str, kind: str = "make", **train: Any) -> Any:
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 10},
-                "model": {"path": model},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {"engine": engine, "lr": 0.01, "clip_grad": 0.0, "freeze": freeze, **train},
-            }
+        config = engine_config(
+            model, train={"engine": engine, "lr": 0.01, "clip_grad": 0.0, "freeze": freeze, **train}
         )
         return getattr(plugins.get("register_train_engines", engine), kind)(config, context)
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from anygauge.config import Config
 from anygauge.engines.fsdp.attention import ATTENTION
 from anygauge.engines.fsdp.weights import whole
 from anygauge.engines.norms import TableRmsNorm
@@ -36,6 +35,7 @@ from anygauge_hooks.errors import (
 )
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 MakeEngine = Callable[..., Any]
 VOCAB = 64
@@ -73,15 +73,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def make_engine(context: WorkerContext, plugins: Plugins) -> MakeEngine:
     def make(path: Path, kind: str = "make", *, engine: str = "fsdp", **train: Any) -> Any:
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 10},
-                "model": {"path": path},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {"engine": engine, "lr": 1e-3, "micro_batch_tokens": 64, **train},
-            }
-        )
+        config = engine_config(path, train={"engine": engine, "lr": 1e-3, "micro_batch_tokens": 64, **train})
         return getattr(plugins.get("register_train_engines", engine), kind)(config, context)
 
     return make

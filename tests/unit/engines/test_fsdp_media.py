@@ -24,6 +24,7 @@ from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaMismatchError
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.media import DictStore
 from anygauge_tests.vision_models import mixed_samples, vision_sample, write_vision_model
 
@@ -81,14 +82,9 @@ def samples(hf: dict[str, Any], store: DictStore) -> list[TrainSample]:
 
 
 def make_config(path: Path, modalities: Sequence[str], **train: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 10},
-            "model": {"path": path, "modalities": modalities},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"lr": 1e-3, "micro_batch_tokens": 96, "clip_grad": 0.0, **train},
-        }
+    return engine_config(
+        {"path": path, "modalities": modalities},
+        train={"lr": 1e-3, "micro_batch_tokens": 96, "clip_grad": 0.0, **train},
     )
 
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
-from anygauge.config import Config
 from anygauge.kernels.table import KernelTable, resolve_kernels
 from anygauge.plugins import Plugins
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError
+from anygauge_tests.engine_config import engine_config
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,5 @@ def test_what_a_checkpoint_has_in_more_bits_than_the_model_is_named(
 
 
 def make_engine(context: WorkerContext, path: Path, dtype: str) -> Any:
-    sections = {"run": {"name": "test", "steps": 1}, "model": {"path": path}, "train": {"dtype": dtype}}
-    config = Config.model_validate({**sections, "data": {"train": []}, "reward": {"function": "none"}})
+    config = engine_config(path, train={"dtype": dtype})
     return context.plugins.get("register_train_engines", "megatron").make(config, context)

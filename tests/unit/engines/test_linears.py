@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anygauge.config import Config
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 VOCAB = 64
 Seed = Callable[..., Tensor]
@@ -140,14 +140,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_engine(context: WorkerContext, plugins: Plugins, checkpoint: Path) -> Callable[..., Any]:
     def make(**train: Any) -> Any:
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 10},
-                "model": {"path": checkpoint},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {"lr": 1e-3, "micro_batch_tokens": 48, "clip_grad": 0.0, **train},
-            }
+        config = engine_config(
+            checkpoint, train={"lr": 1e-3, "micro_batch_tokens": 48, "clip_grad": 0.0, **train}
         )
         return plugins.get("register_train_engines", "megatron").make(config, context)
 

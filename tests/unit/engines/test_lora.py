@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from anygauge.config import Config
 from anygauge.config.schema import Lora
 from anygauge.engines.fsdp.lora import add_adapters
 from anygauge.engines.fsdp.weights import whole
@@ -32,6 +31,7 @@ from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import AnygaugeError, CheckpointError, ConfigError, WeightMappingError
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 # peft 0.21.2 asks transformers 5.23.0 by an old name
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -105,20 +105,15 @@ LORA = {"rank": 4, "alpha": 12.0}
 @pytest.fixture
 def make_engine(context: WorkerContext, plugins: Plugins) -> MakeEngine:
     def make(path: Path, lora: Mapping[str, Any] | None = None, engine: str = "fsdp", **train: Any) -> Any:
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 10},
-                "model": {"path": path},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {
-                    "engine": engine,
-                    "lr": 0.02,
-                    "micro_batch_tokens": 64,
-                    "lora": lora or {},
-                    **train,
-                },
-            }
+        config = engine_config(
+            path,
+            train={
+                "engine": engine,
+                "lr": 0.02,
+                "micro_batch_tokens": 64,
+                "lora": lora or {},
+                **train,
+            },
         )
         return plugins.get("register_train_engines", engine).make(config, context)
 

@@ -43,6 +43,7 @@ from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.types import BackendSpec, Device
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.ranks import coordinates
 
 MODELS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "real_models.json").read_text())
@@ -266,15 +267,10 @@ def config_with(layout: Mapping[str, Any], directory: Path, hf: Mapping[str, Any
     (directory / "config.json").write_text(json.dumps(hf))
     sizes = Parallel(**{name: size for name, size in layout.items() if name != "megatron"})
     stage = math.lcm(2 * sizes.tensor * sizes.context, sizes.expert * sizes.expert_tensor)
-    return Config.model_validate(
-        {
-            "run": {"name": "layout"},
-            "model": {"path": directory},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "placement": {"train_workers": stage * sizes.pipeline},
-            "train": {"dtype": "bfloat16", "parallel": sizes, "megatron": layout.get("megatron", {})},
-        }
+    return engine_config(
+        directory,
+        placement={"train_workers": stage * sizes.pipeline},
+        train={"dtype": "bfloat16", "parallel": sizes, "megatron": layout.get("megatron", {})},
     )
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from anygauge.algorithms.values import value_loss
-from anygauge.config import Config
 from anygauge.config.roles import critic_config
 from anygauge.plugins import load_plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
@@ -21,6 +20,7 @@ from anygauge_hooks.errors import ConfigError, MediaMismatchError
 from anygauge_hooks.media import Media
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.toy_tower import HOLDER, Package, Store, image, sample, toy_model
 
 MakeEngine = Callable[..., Any]
@@ -42,14 +42,9 @@ def make_engine(context: WorkerContext, checkpoint: Path, store: Store) -> MakeE
     plugins.register(Package(), "toy")
 
     def make(modalities: Sequence[str] = ("image",), role: str = "actor", **train: Any) -> Any:
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 10},
-                "model": {"path": checkpoint, "modalities": modalities},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {"lr": 1e-3, "micro_batch_tokens": 64, "clip_grad": 0.0, **train},
-            }
+        config = engine_config(
+            {"path": checkpoint, "modalities": modalities},
+            train={"lr": 1e-3, "micro_batch_tokens": 64, "clip_grad": 0.0, **train},
         )
         found = replace(context, plugins=plugins, media=store)
         spec = plugins.get("register_train_engines", "megatron")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForMultimodalLM
 
-from anygauge.config import Config
 from anygauge.plugins import Plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.media import DictStore
 from anygauge_tests.vision_models import mixed_samples, random_image, write_vision_model
 
@@ -50,14 +50,9 @@ def samples(hf: dict[str, Any], store: DictStore) -> list[TrainSample]:
 @pytest.fixture
 def make_engine(context: WorkerContext, plugins: Plugins, checkpoint: Path, store: DictStore) -> MakeEngine:
     def make(**train: Any) -> Any:
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 10},
-                "model": {"path": checkpoint, "modalities": ["image"]},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {"lr": 1e-3, "micro_batch_tokens": 96, "clip_grad": 0.0, **train},
-            }
+        config = engine_config(
+            {"path": checkpoint, "modalities": ["image"]},
+            train={"lr": 1e-3, "micro_batch_tokens": 96, "clip_grad": 0.0, **train},
         )
         found = replace(context, media=store)
         return plugins.get("register_train_engines", "megatron").make(config, found)

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from anygauge.config import Config
 from anygauge.config.schema import Train
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_qwen3
@@ -33,6 +32,7 @@ from anygauge_hooks.errors import (
 from anygauge_hooks.megatron import megatron_model
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 MakeEngine = Callable[..., TrainEngine]
 
@@ -40,15 +40,7 @@ MakeEngine = Callable[..., TrainEngine]
 @pytest.fixture
 def make_engine(context: WorkerContext, plugins: Plugins) -> MakeEngine:
     def make(path: Path, **train: Any) -> TrainEngine:
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 10},
-                "model": {"path": path},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {"lr": 1e-3, "micro_batch_tokens": 64, **train},
-            }
-        )
+        config = engine_config(path, train={"lr": 1e-3, "micro_batch_tokens": 64, **train})
         engine: TrainEngine = plugins.get("register_train_engines", "megatron").make(config, context)
         return engine
 

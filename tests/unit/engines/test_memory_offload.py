@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import anygauge_cpu.plugin
-from anygauge.config import Config
 from anygauge.engines.memory_offload import DeviceMemory, HostCopies
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_qwen3
@@ -22,6 +21,7 @@ from anygauge_hooks.errors import AsleepError
 from anygauge_hooks.serving import MemoryState
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.optimizers import Joining, taking
 
 Make = Callable[..., Any]
@@ -36,15 +36,7 @@ def make(context: WorkerContext, plugins: Plugins, tmp_path: Path, monkeypatch: 
             dtype = "bfloat16"
             monkeypatch.setattr(anygauge_cpu.plugin, "fused_adamw", partial(taking, kind=Joining))
         path = tiny_qwen3(tmp_path / "model", vocab_size=64, head_dim=32, init_std=0.2)
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 10},
-                "model": {"path": path},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {"lr": 1e-3, "micro_batch_tokens": 64, "dtype": dtype},
-            }
-        )
+        config = engine_config(path, train={"lr": 1e-3, "micro_batch_tokens": 64, "dtype": dtype})
         return getattr(plugins.get("register_train_engines", "megatron"), kind)(config, context)
 
     return build

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from anygauge.config import Config
 from anygauge.engines.fsdp import lora as fsdp_lora
 from anygauge.engines.fsdp import model as fsdp_model
 from anygauge.engines.fsdp import nf4
@@ -28,6 +27,7 @@ from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import CheckpointError, ConfigError
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 MakeEngine = Callable[..., Any]
@@ -55,14 +55,8 @@ def uncompiled() -> Iterator[None]:
 @pytest.fixture
 def make_engine(context: WorkerContext, plugins: Plugins) -> MakeEngine:
     def make(path: Path, lora: dict[str, Any], **train: Any) -> Any:
-        tables = {
-            "run": {"name": "test", "steps": 10},
-            "model": {"path": path},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"engine": "fsdp", "lr": 0.02, "micro_batch_tokens": 64, "lora": lora, **train},
-        }
-        config = Config.model_validate(tables)
+        keys = {"engine": "fsdp", "lr": 0.02, "micro_batch_tokens": 64, "lora": lora, **train}
+        config = engine_config(path, train=keys)
         return plugins.get("register_train_engines", "fsdp").make(config, context)
 
     return make

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen3ForCausalLM
 
-from anygauge.config import Config
 from anygauge.plugins import load_plugins
 from anygauge.testing.model_numbers import batch_of
 from anygauge.testing.tiny import tiny_qwen3
@@ -24,6 +23,7 @@ from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.megatron import LayerKind, megatron_model, with_megatron
 from anygauge_hooks.models import ModelSpec
+from anygauge_tests.engine_config import engine_config
 
 ROOT = Path(__file__).parents[3]
 ARCHITECTURE = "OtherForCausalLM"
@@ -51,15 +51,7 @@ def make_engine(context: WorkerContext, tmp_path: Path) -> MakeEngine:
         path = tiny_qwen3(tmp_path / "model", vocab_size=64, init_std=0.2)
         hf = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**hf, "architectures": [ARCHITECTURE]}))
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 10},
-                "model": {"path": path},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": train,
-            }
-        )
+        config = engine_config(path, train=train)
         spec = plugins.get("register_train_engines", "megatron")
         return spec.make(config, replace(context, plugins=plugins))
 

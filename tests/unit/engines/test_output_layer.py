@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from anygauge.config import Config
 from anygauge.config.roles import Components
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer.actors import ActorWorker
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 VOCAB = 64
 Make = Callable[..., Any]
@@ -33,15 +33,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture
 def make_engine(context: WorkerContext, checkpoint: Path) -> Make:
     def make(**train: Any) -> Any:
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 10},
-                "model": {"path": checkpoint},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {"lr": 1e-3, "micro_batch_tokens": 64, **train},
-            }
-        )
+        config = engine_config(checkpoint, train={"lr": 1e-3, "micro_batch_tokens": 64, **train})
         return context.plugins.get("register_train_engines", "megatron").make(config, context)
 
     return make
@@ -85,15 +77,10 @@ def test_a_step_has_no_tensor_as_large_as_all_logits(
     if distils:
         sections["teacher"] = {"path": tiny_qwen3(tmp_path / "t", vocab_size=vocab, seed=1, **sizes)}
         sections["algorithm"] |= {"distill_coef": 1.0, "distill_kl_coef": 1.0, "distill_top_k": 8}
-    config = Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 10},
-            "model": {"path": tiny_qwen3(tmp_path / "m", vocab_size=vocab, **sizes)},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"lr": 1e-3, "dtype": "float32", "micro_batch_tokens": 2000, "fused_loss": fused},
-            **sections,
-        }
+    config = engine_config(
+        tiny_qwen3(tmp_path / "m", vocab_size=vocab, **sizes),
+        train={"lr": 1e-3, "dtype": "float32", "micro_batch_tokens": 2000, "fused_loss": fused},
+        **sections,
     )
     worker = ActorWorker(config, context, components=Components(trains=True, generates=False, learns=True))
     generator = torch.Generator().manual_seed(1)

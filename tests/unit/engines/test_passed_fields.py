@@ -23,6 +23,7 @@ from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +181,8 @@ def observe(context: WorkerContext, checkpoint: Path, counted: Counter[str]) -> 
 def trained(
     train: Mapping[str, Any], checkpoint: Path, context: WorkerContext, counted: Counter[str]
 ) -> Recorded:
-    tree = {
-        "run": {"name": "test", "steps": 3},
-        "model": {"path": checkpoint},
-        "data": {"train": []},
-        "train": {"lr": 1e-2, "micro_batch_tokens": 32, **train},
-    }
-    engine = context.plugins.get("register_train_engines", "megatron").make(
-        Config.model_validate(tree), context
-    )
+    config = engine_config(checkpoint, train={"lr": 1e-2, "micro_batch_tokens": 32, **train})
+    engine = context.plugins.get("register_train_engines", "megatron").make(config, context)
     for _ in range(2):
         take_step(engine)
     return Recorded(

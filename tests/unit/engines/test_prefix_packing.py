@@ -19,6 +19,7 @@ from anygauge.testing.tiny import tiny_family
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 MakeEngine = Callable[..., Any]
 GROUPS = ((20, (5, 1, 12)), (7, (9, 9)), (11, (3,)), (1, (2, 4)))
@@ -40,14 +41,8 @@ def make_engine(context: WorkerContext, plugins: Plugins, tmp_path: Path) -> Mak
 
 
 def config_of(path: Path, modalities: Sequence[str] = (), **train: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 10},
-            "model": {"path": path, "modalities": modalities},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"dtype": "float32", "lr": 1e-3, **train},
-        }
+    return engine_config(
+        {"path": path, "modalities": modalities}, train={"dtype": "float32", "lr": 1e-3, **train}
     )
 
 

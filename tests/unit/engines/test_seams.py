@@ -31,6 +31,7 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import LossInputs, TrainEngine, WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 LEDGER = Path(__file__).parents[3] / "docs" / "seams.md"
 ROW = re.compile(r"^\| `(?P<name>[\w.*]+)` \|", re.MULTILINE)
@@ -181,15 +182,7 @@ def context(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worke
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     path = tiny_qwen3(tmp_path / "model", vocab_size=64, head_dim=32)
-    return Config.model_validate(
-        {
-            "run": {"name": "seams", "steps": 10},
-            "model": {"path": path},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"lr": 1e-3, "micro_batch_tokens": 64, "recompute": "full"},
-        }
-    )
+    return engine_config(path, train={"lr": 1e-3, "micro_batch_tokens": 64, "recompute": "full"})
 
 
 SAMPLES = [

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import anygauge_cpu.plugin
-from anygauge.config import Config
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels.remainders import join
 from anygauge.plugins import Plugins
@@ -28,6 +27,7 @@ from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import NonFiniteError
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.optimizers import Joining, Rounding, Taking, taking
 
 VOCAB = 64
@@ -42,14 +42,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_engine(context: WorkerContext, plugins: Plugins, checkpoint: Path) -> MakeEngine:
     def make(**train: Any) -> Any:
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 10},
-                "model": {"path": checkpoint},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {"lr": 1e-2, "micro_batch_tokens": 48, "weight_decay": 0.1, **train},
-            }
+        config = engine_config(
+            checkpoint, train={"lr": 1e-2, "micro_batch_tokens": 48, "weight_decay": 0.1, **train}
         )
         return plugins.get("register_train_engines", "megatron").make(config, context)
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from anygauge.config import Config
 from anygauge.config.rules.architecture import architecture_hints
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels.table import KernelTable
@@ -33,6 +32,7 @@ from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_hooks.types import BackendSpec, Device
 from anygauge_tests.batches import TrainSample, log_probs
 from anygauge_tests.embedded import sample_all
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.families import FAMILIES, differing_defaults
 
 LENGTHS = (17, 5, 1, 40)
@@ -50,15 +50,7 @@ class Host:
         from anygauge.engines.megatron.model import build_policy, initialize_parallel
         from anygauge.engines.megatron.scope import make_scope
 
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 1},
-                "model": {"path": path},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": train,
-            }
-        )
+        config = engine_config(path, train=train)
         with make_scope(self.device):
             initialize_parallel(seed=0, timeout_s=60)
             return build_policy(config, self.plugins, self.backend, self.device)
@@ -157,15 +149,7 @@ def test_the_fsdp_engine_has_the_log_probs_of_transformers(
     context = WorkerContext(
         rank=0, world_size=1, backend=host.backend, device=host.device, plugins=host.plugins
     )
-    config = Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 1},
-            "model": {"path": checkpoint},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"engine": "fsdp", "micro_batch_tokens": 64},
-        }
-    )
+    config = engine_config(checkpoint, train={"engine": "fsdp", "micro_batch_tokens": 64})
     engine = host.plugins.get("register_train_engines", "fsdp").make(config, context)
     samples = [
         TrainSample(

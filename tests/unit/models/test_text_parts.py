@@ -28,6 +28,7 @@ from anygauge_hooks.models import ModelSpec, text_config, transformers_model
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_tests.batches import TrainSample, log_probs
 from anygauge_tests.embedded import sample_all
+from anygauge_tests.engine_config import engine_config
 
 FAMILIES: dict[str, ModelSpec] = load_plugins().named("register_models")
 ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 62)))
@@ -118,15 +119,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def config_of(path: Path, engine: str, **model: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 1},
-            "model": {"path": path, **model},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"engine": engine, "micro_batch_tokens": 64},
-        }
-    )
+    return engine_config({"path": path, **model}, train={"engine": engine, "micro_batch_tokens": 64})
 
 
 @pytest.mark.parametrize("hf", [*PUBLISHED.values(), *(FAMILIES[name].tiny() for name in TEXT)])

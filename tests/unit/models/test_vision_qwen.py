@@ -27,7 +27,6 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as video_size
 
-from anygauge.config import Config
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
 from anygauge.serving.embedded.weights import copy_weights
@@ -40,6 +39,7 @@ from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_tests.batches import TrainSample, make_batch
 from anygauge_tests.embedded import sample_all
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.toy_tower import Store
 from anygauge_tests.vision_models import with_vision_tower
 
@@ -232,14 +232,7 @@ def build(path: Path, context: WorkerContext, modalities: Sequence[str] = ("imag
     from anygauge.engines.megatron.model import build_policy
     from anygauge.engines.megatron.scope import make_scope
 
-    config = Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 1},
-            "model": {"path": path, "modalities": modalities},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-        }
-    )
+    config = engine_config({"path": path, "modalities": modalities})
     with make_scope(context.device):
         return build_policy(config, context.plugins, context.backend, context.device)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from anygauge.config import Config
 from anygauge.planning.memory import GIB
 from anygauge.planning.plan import Assumptions, Plan, make_plan
 from anygauge.planning.rates import DEVICE_MEMORY, RATES
 from anygauge.planning.shape import read_shape
+from anygauge_tests.engine_config import engine_config
 
 BENCH = Path(__file__).parents[3] / "bench"
 SHAPES = runpy.run_path(str(BENCH / "train_step.py"))["SHAPES"]
@@ -31,13 +31,7 @@ def planned(shape: str, keys: dict[str, Any], given: Assumptions = H200) -> Plan
 
     :param keys: Sections of its config.
     """
-    base: dict[str, Any] = {
-        "run": {"name": "t"},
-        "model": {"path": "m"},
-        "reward": {"function": "none"},
-        "data": {"train": []},
-    }
-    return make_plan(Config.model_validate({**base, **keys}), read_shape(SHAPES[shape]), given)
+    return make_plan(engine_config("m", **keys), read_shape(SHAPES[shape]), given)
 
 
 def train_step(shape: str, length: int, count: int, **train: Any) -> Plan:

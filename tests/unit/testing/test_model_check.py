@@ -25,6 +25,7 @@ from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import RolloutEngineSpec, TrainEngineSpec, WorkerContext
 from anygauge_models.dense import DenseDecoder
+from anygauge_tests.engine_config import engine_config
 from anygauge_tests.fake_engine import FakeServer, Options
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
@@ -88,15 +89,7 @@ def check(context: WorkerContext) -> Check:
         plugins = load_plugins()
         if package is not None:
             plugins.register(package, "of_test")
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 1},
-                "model": {"path": directory},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {"engine": engine, "dtype": "float32", "clip_grad": 0.0},
-            }
-        )
+        config = engine_config(directory, train={"engine": engine, "dtype": "float32", "clip_grad": 0.0})
         own = replace(context, plugins=plugins)
         rows = list(check_model(config, plugins, own, prompt, against=against))
         return {row.name: row for row in rows}

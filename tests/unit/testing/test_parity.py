@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from anygauge.config import Config
 from anygauge.kernels.reference import rms_norm, swiglu
 from anygauge.plugins import load_plugins
 from anygauge.testing.parity.differences import Difference, conclusion, first_divergence, limits_of, table
@@ -24,6 +23,7 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.kernels import KernelImpl
+from anygauge_tests.engine_config import engine_config
 
 PROMPT = "12+34*5=7"
 Compare = Callable[..., list[Difference]]
@@ -56,15 +56,7 @@ def compare(context: WorkerContext, model: Path, tmp_path_factory: pytest.TempPa
         plugins = load_plugins()
         if package is not None:
             plugins.register(package, "of_test")
-        config = Config.model_validate(
-            {
-                "run": {"name": "test", "steps": 1},
-                "model": {"path": path},
-                "data": {"train": []},
-                "reward": {"function": "none"},
-                "train": {"dtype": "float32", "clip_grad": 0.0, **train},
-            }
-        )
+        config = engine_config(path, train={"dtype": "float32", "clip_grad": 0.0, **train})
         return ParityWorker(
             config,
             replace(context, plugins=plugins),

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anygauge.config import Config
 from anygauge.data.balance import alike, free, split_evenly
 from anygauge.data.batch import mini_batches
 from anygauge.trainer.loop import are_any_scored, start_training
@@ -22,6 +21,7 @@ from anygauge_hooks.errors import DataError, RolloutError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample
 from anygauge_tests.batches import TrainSample, make_batch, plan_samples, split, unpack_samples
+from anygauge_tests.engine_config import engine_config
 
 
 def make_sample(reward: float, length: int) -> Sample:
@@ -226,15 +226,7 @@ def test_ranks_have_whole_groups_where_a_prompt_is_computed_once() -> None:
 @pytest.mark.parametrize(("packing", "imbalance"), [(False, 16 / 14), (True, 13 / 11.5)])
 def test_a_run_plans_for_its_prefix_packing(packing: bool, imbalance: float) -> None:
     """Four samples of one token and a response of three, and three: 13 and 10 tokens, or 16 and 12."""
-    config = Config.model_validate(
-        {
-            "run": {"name": "test", "steps": 1},
-            "model": {"path": "none"},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"prefix_packing": packing},
-        }
-    )
+    config = engine_config("none", train={"prefix_packing": packing})
     sent: list[list[int]] = []
     workers = SimpleNamespace(
         call_async=lambda *_, per_rank, **__: sent.extend(firsts(batch) for (batch,), _ in per_rank)

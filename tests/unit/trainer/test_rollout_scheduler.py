@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from anygauge.config import Config
 from anygauge.rollout.producer import Producer
 from anygauge.runtime.event_loop import EventLoop
 from anygauge.serving.generation_client import GenerationClient
 from anygauge.trainer.rollout_scheduler import RolloutScheduler
 from anygauge_hooks.rollout import Generator
+from anygauge_tests.engine_config import engine_config
 
 
 class Recorder:
@@ -50,16 +50,7 @@ def test_engines_that_keep_no_requests_are_paused_and_emptied(
 
     chosen: Callable[[], None] | None = None if keeps else pause_engines
     rollout = {"engine": "sglang", "schedule": schedule}
-    config = Config.model_validate(
-        {
-            "run": {"name": "r", "steps": 1},
-            "model": {"path": "m"},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "rollout": rollout,
-            "weight_sync": {"drain_s": 3.5},
-        }
-    )
+    config = engine_config("m", rollout=rollout, weight_sync={"drain_s": 3.5})
     with EventLoop() as loop:
 
         def wait(work: Coroutine[Any, Any, Any], what: str) -> Any:

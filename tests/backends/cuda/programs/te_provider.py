@@ -27,6 +27,7 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
+from anygauge_tests.engine_config import engine_config
 
 
 def main(directory: str) -> None:
@@ -101,14 +102,8 @@ def write_model(path: Path) -> Path:
 
 def config_of(path: Path, dtype: str, provider: str | None) -> Config:
     """Return the config of a run."""
-    return Config.model_validate(
-        {
-            "run": {"name": "provider", "steps": 10},
-            "model": {"path": path},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"lr": 1e-3, "micro_batch_tokens": 64, "dtype": dtype, "provider": provider},
-        }
+    return engine_config(
+        path, train={"lr": 1e-3, "micro_batch_tokens": 64, "dtype": dtype, "provider": provider}
     )
 
 

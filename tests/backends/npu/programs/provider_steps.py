@@ -14,11 +14,11 @@ from pathlib import Path
 import torch.distributed as dist
 from two_steps import train
 
-from anygauge.config import Config
 from anygauge.device import seed_everything
 from anygauge.engines.megatron.scope import make_scope
 from anygauge.plugins import load_plugins, select_backend
 from anygauge_hooks.megatron import scope_map_of
+from anygauge_tests.engine_config import engine_config
 
 STAND_IN = Path(__file__).parents[1] / "provider"
 
@@ -28,15 +28,7 @@ def main(log: str) -> None:
     sys.path.append(str(STAND_IN))
     plugins = load_plugins()
     backend, _ = select_backend(plugins, "npu")
-    config = Config.model_validate(
-        {
-            "run": {"name": "provider"},
-            "model": {"path": "."},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"provider": "mindspeed", "provider_options": {"strict": True}},
-        }
-    )
+    config = engine_config(".", train={"provider": "mindspeed", "provider_options": {"strict": True}})
     plugins.get("register_train_engines", "megatron").prepare(plugins, backend)
     plugins.prepare_worker(backend, "actor", "before_vendor_import", config=config, log=log)
     device = plugins.make_device(backend, 0)

@@ -23,6 +23,7 @@ from anygauge.plugins import load_plugins, select_backend
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_tests.batches import TrainSample, train_step
+from anygauge_tests.engine_config import engine_config
 
 STEPS = 3
 LENGTHS = ((17, 5), (5, 1), (40, 20), (33, 30))
@@ -55,15 +56,7 @@ def main(directory: str, package: str = "") -> None:
 
 def config_of(model: str, options: dict[str, Any] | None) -> Config:
     chosen = {"provider": "mindspeed", "provider_options": options} if options else {}
-    return Config.model_validate(
-        {
-            "run": {"name": "provider", "steps": 10},
-            "model": {"path": model},
-            "data": {"train": []},
-            "reward": {"function": "none"},
-            "train": {"lr": 1e-2, "micro_batch_tokens": 64, "dtype": "float32", **chosen},
-        }
-    )
+    return engine_config(model, train={"lr": 1e-2, "micro_batch_tokens": 64, "dtype": "float32", **chosen})
 
 
 def trained(config: Config, context: WorkerContext) -> dict[str, Any]:
