@@ -367,17 +367,9 @@ class Sender:
         import torch
 
         from anygauge_tests import batches
-        from anygauge_tests.batches import TrainSample
 
         samples = [
-            TrainSample(
-                tokens=[*prompt, *answer.tokens],
-                response_length=len(answer.tokens),
-                loss_mask=[1] * len(answer.tokens),
-                rollout_log_probs=list(answer.log_probs),
-                advantages=[0.0] * len(answer.tokens),
-            )
-            for prompt, answer in said
+            batches.sample_of([*prompt, *answer.tokens], len(answer.tokens)) for prompt, answer in said
         ]
         return torch.cat([each.float().cpu() for each in batches.log_probs(engine, samples, temperature=1.0)])
 

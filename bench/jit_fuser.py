@@ -23,7 +23,6 @@ from anygauge.plugins import load_plugins
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
 
 DECORATED: list[str] = []
@@ -70,29 +69,13 @@ def drawn_policy(*args: Any) -> Any:
     return policy
 
 
-def loss(inputs: Any) -> Any:
-    """Return the likelihood, to be raised."""
-    value = -(inputs.log_probs * inputs.loss_weights).sum()
-    return value, {"loss": value.detach()}
-
-
 def train(engine: Any, vocab_size: int) -> None:
     """Ask for log-probs, then take a step."""
     samples = [
-        TrainSample(
-            tokens=torch.randint(vocab_size, (length,)).tolist(),
-            response_length=length - 2,
-            loss_mask=[1] * (length - 2),
-            rollout_log_probs=[-0.5] * (length - 2),
-            advantages=[1.0] * (length - 2),
-        )
-        for length in LENGTHS
+        batches.sample_of(torch.randint(vocab_size, (length,)).tolist(), length - 2) for length in LENGTHS
     ]
     batches.log_probs(engine, samples, temperature=1.0)
-    weights = [[0.01] * sample.response_length for sample in samples]
-    old = [sample.rollout_log_probs for sample in samples]
-    options = {"temperature": 1.0, "reference_log_probs": None, "entropy_grad": False}
-    batches.train_step(engine, samples, loss, loss_weights=weights, old_log_probs=old, **options)
+    batches.train_step(engine, samples)
 
 
 def main() -> None:

@@ -43,7 +43,6 @@ from anygauge_hooks.rl import SamplingParams  # noqa: E402
 from anygauge_hooks.rollout import GenerateRequest, Generation  # noqa: E402
 from anygauge_hooks.sglang import ServerKeys  # noqa: E402
 from anygauge_tests import batches  # noqa: E402
-from anygauge_tests.batches import TrainSample  # noqa: E402
 from anygauge_tests.progress import watched  # noqa: E402
 
 MOST = 1e-4
@@ -170,14 +169,7 @@ class Bench:
 
     def _differences(self, name: str, said: Sequence[Said], temperature: float) -> list[float]:
         samples = [
-            TrainSample(
-                tokens=[*prompt, *answer.tokens],
-                response_length=len(answer.tokens),
-                loss_mask=[1] * len(answer.tokens),
-                rollout_log_probs=list(answer.log_probs),
-                advantages=[0.0] * len(answer.tokens),
-            )
-            for prompt, answer in said
+            batches.sample_of([*prompt, *answer.tokens], len(answer.tokens)) for prompt, answer in said
         ]
         right = batches.log_probs(self._engines[name], samples, temperature=temperature)
         return [

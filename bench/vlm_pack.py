@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from anygauge.plugins import Plugins, load_plugins
-from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
@@ -74,24 +74,9 @@ def make_samples(model: Path, store: DictStore, side: int, *, shares: bool) -> l
     ]
 
 
-def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the negative mean log-probability."""
-    return -(inputs.log_probs * inputs.loss_weights).sum(), {}
-
-
 def train_step(engine: Any, samples: Sequence[TrainSample]) -> Callable[[], dict[str, float]]:
     """Return one optimizer step on all samples."""
-    weights = [[1 / (len(samples) * RESPONSE)] * RESPONSE] * len(samples)
-    return lambda: batches.train_step(
-        engine,
-        samples,
-        likelihood,
-        temperature=1.0,
-        loss_weights=weights,
-        old_log_probs=[sample.rollout_log_probs for sample in samples],
-        reference_log_probs=None,
-        entropy_grad=False,
-    )
+    return lambda: batches.train_step(engine, samples)
 
 
 def medians(runs: int, steps: dict[str, Callable[[], object]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 from anygauge.config import Config
 from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
+from anygauge_tests.batches import TrainSample, sample_of
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
@@ -82,12 +82,11 @@ def test_divided_experts_train_like_whole_ones(
 def case_samples(vocab: int) -> list[TrainSample]:
     generator = torch.Generator().manual_seed(0)
     return [
-        TrainSample(
-            tokens=torch.randint(0, vocab, (length,), generator=generator).tolist(),
-            response_length=length - 2,
-            loss_mask=[1] * (length - 2),
-            rollout_log_probs=[-2.5] * (length - 2),
-            advantages=[1.0 if length % 2 else -0.5] * (length - 2),
+        sample_of(
+            torch.randint(0, vocab, (length,), generator=generator).tolist(),
+            length - 2,
+            log_prob=-2.5,
+            advantage=1.0 if length % 2 else -0.5,
         )
         for length in (17, 5, 24, 3, 11, 8, 20, 9)
     ]

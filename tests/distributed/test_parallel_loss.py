@@ -69,16 +69,15 @@ def gradients(config: Any, context: Any, case: dict[str, Any]) -> dict[str, Any]
     """Return the main gradients of a step with and without the logits of all tokens."""
     from anygauge.distributed.layout import layout_of
     from anygauge.trainer.actors import ActorWorker
-    from anygauge_tests.batches import TrainSample, plan_samples
+    from anygauge_tests.batches import plan_samples, sample_of
 
     generator = torch.Generator().manual_seed(0)
     samples = [
-        TrainSample(
-            tokens=torch.randint(0, case["vocab"], (length,), generator=generator).tolist(),
-            response_length=length // 2,
-            loss_mask=[1] * (length // 2),
-            rollout_log_probs=[-2.0] * (length // 2),
-            advantages=[float(length % 3) - 0.5] * (length // 2),
+        sample_of(
+            torch.randint(0, case["vocab"], (length,), generator=generator).tolist(),
+            length // 2,
+            log_prob=-2.0,
+            advantage=length % 3 - 0.5,
         )
         for length in (9, 14, 22, 5)
     ]

@@ -16,7 +16,7 @@ from anygauge.plugins import load_plugins
 from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge_tests.batches import TrainSample, plan_samples
+from anygauge_tests.batches import plan_samples, random_samples
 
 SHARD = "model-00001-of-00001.safetensors"
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10_000}
@@ -49,17 +49,8 @@ def start(directory: Path, num_workers: int, **train: Any) -> WorkerGroup:
 
 def train(group: WorkerGroup, seed: int) -> Metrics:
     """Take two optimizer steps on samples drawn with a seed."""
-    generator = torch.Generator().manual_seed(seed)
-    samples = [
-        TrainSample(
-            tokens=torch.randint(0, 18, (length,), generator=generator).tolist(),
-            response_length=length - 2,
-            loss_mask=[1] * (length - 2),
-            rollout_log_probs=[0.0] * (length - 2),
-            advantages=[1.0] * (length - 2),
-        )
-        for length in (9, 30, 5, 17, 12, 8)
-    ]
+    lengths = [(length, length - 2) for length in (9, 30, 5, 17, 12, 8)]
+    samples = random_samples(lengths, 0, 18, seed=seed)
     shares = plan_samples(samples, 2, len(group.workers), "token_mean")
     found: Metrics = group.call("train", per_rank=[((share,), {}) for share in shares])[0]
     return found

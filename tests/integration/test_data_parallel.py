@@ -15,7 +15,7 @@ from anygauge.config import Config
 from anygauge.plugins import load_plugins
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge_tests.batches import TrainSample, plan_samples
+from anygauge_tests.batches import TrainSample, plan_samples, sample_of
 from anygauge_tests.engine_config import engine_config
 
 SHARD = "model-00001-of-00001.safetensors"
@@ -35,18 +35,15 @@ def make_config(path: Path, num_workers: int, **train: Any) -> Config:
 
 def make_samples() -> list[TrainSample]:
     generator = torch.Generator().manual_seed(0)
-    samples = []
-    for length, response in [(9, 4), (30, 11), (5, 2), (17, 16), (12, 3), (8, 7), (21, 1)]:
-        samples.append(
-            TrainSample(
-                tokens=torch.randint(0, 18, (length,), generator=generator).tolist(),
-                response_length=response,
-                loss_mask=[1] * response,
-                rollout_log_probs=[-2.5] * response,
-                advantages=[float(length % 3 - 1)] * response,
-            )
+    return [
+        sample_of(
+            torch.randint(0, 18, (length,), generator=generator).tolist(),
+            response,
+            log_prob=-2.5,
+            advantage=length % 3 - 1.0,
         )
-    return samples
+        for length, response in [(9, 4), (30, 11), (5, 2), (17, 16), (12, 3), (8, 7), (21, 1)]
+    ]
 
 
 class Trained(NamedTuple):

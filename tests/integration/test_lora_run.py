@@ -23,7 +23,7 @@ from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import NamedFunction
-from anygauge_tests.batches import TrainSample, plan_samples
+from anygauge_tests.batches import plan_samples, random_samples
 from anygauge_tests.observer import Observer, run_with_observer
 from anygauge_tests.recipe import tiny_recipe
 
@@ -194,17 +194,8 @@ def config_of(model: Path, num_workers: int, dtype: str) -> Config:
 
 
 def shares(num_workers: int) -> list[Any]:
-    generator = torch.Generator().manual_seed(0)
-    samples = [
-        TrainSample(
-            tokens=torch.randint(0, 18, (length,), generator=generator).tolist(),
-            response_length=length - 2,
-            loss_mask=[1] * (length - 2),
-            rollout_log_probs=[0.0] * (length - 2),
-            advantages=[1.0] * (length - 2),
-        )
-        for length in (9, 30, 5, 17, 12, 8)
-    ]
+    lengths = [(length, length - 2) for length in (9, 30, 5, 17, 12, 8)]
+    samples = random_samples(lengths, 0, 18, seed=0)
     return [((share,), {}) for share in plan_samples(samples, 2, num_workers, "token_mean")]
 
 

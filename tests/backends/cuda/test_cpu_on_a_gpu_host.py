@@ -14,7 +14,7 @@ from anygauge.plugins import find_backend, load_plugins
 from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge_tests.batches import TrainSample, plan_samples
+from anygauge_tests.batches import plan_samples, sample_of
 from anygauge_tests.engine_config import engine_config
 
 HAS_GPU = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
@@ -57,13 +57,7 @@ def test_a_worker_on_the_host_sees_no_gpu_and_trains(group: WorkerGroup) -> None
     )
     hidden = {"count": 0, "available": False, "initialized": False, "devices": {"cpu"}}
     assert group.call("describe") == [hidden]
-    sample = TrainSample(
-        tokens=list(range(20, 36)),
-        response_length=8,
-        loss_mask=[1] * 8,
-        rollout_log_probs=[-4.0] * 8,
-        advantages=[1.0] * 8,
-    )
+    sample = sample_of(range(20, 36), 8, log_prob=-4.0)
     (batch,) = plan_samples([sample], 1, 1, "token_mean")
     ((metrics,),) = group.call("train", batch=batch)
     assert math.isfinite(metrics["loss"])

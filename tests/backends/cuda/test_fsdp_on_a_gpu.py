@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
@@ -45,38 +43,11 @@ def make(context: WorkerContext, path: Path, **train: Any) -> Any:
 
 
 def samples() -> list[TrainSample]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        TrainSample(
-            tokens=torch.randint(18, VOCAB, (length,), generator=generator).tolist(),
-            response_length=response,
-            loss_mask=[1] * response,
-            rollout_log_probs=[-0.5] * response,
-            advantages=[1.0] * response,
-        )
-        for length, response in ((17, 5), (40, 20), (33, 30))
-    ]
-
-
-def likelihood(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    return -(inputs.log_probs * inputs.loss_weights).sum(), {}
+    return batches.random_samples(((17, 5), (40, 20), (33, 30)), 18, VOCAB)
 
 
 def take_steps(engine: Any) -> list[Mapping[str, float]]:
-    total = sum(sample.response_length for sample in samples())
-    return [
-        batches.train_step(
-            engine,
-            samples(),
-            likelihood,
-            temperature=1.0,
-            loss_weights=[[1 / total] * sample.response_length for sample in samples()],
-            old_log_probs=[sample.rollout_log_probs for sample in samples()],
-            reference_log_probs=None,
-            entropy_grad=False,
-        )
-        for _ in range(3)
-    ]
+    return [batches.train_step(engine, samples()) for _ in range(3)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)])

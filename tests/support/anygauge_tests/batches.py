@@ -12,15 +12,18 @@ from anygauge.data.batch import flat, pack_samples
 from anygauge.trainer.plan import plan_steps
 from anygauge_hooks.algorithms import ValueLoss
 from anygauge_hooks.batch import TopKLogProbs, TrainBatch
-from anygauge_hooks.engines import LossFunction
+from anygauge_hooks.engines import LossFunction, LossInputs
 from anygauge_hooks.media import Media
 
 __all__ = [
     "TrainSample",
     "column",
+    "likelihood",
     "log_probs",
     "make_batch",
     "plan_samples",
+    "random_samples",
+    "sample_of",
     "split",
     "train_step",
     "train_values",
@@ -45,6 +48,33 @@ class TrainSample(NamedTuple):
     rollout: int | None = None
     media: tuple[Media, ...] = ()
     is_on_policy: bool = False
+
+
+def sample_of(
+    tokens: Sequence[int], response_length: int, *, log_prob: float = -0.5, advantage: float = 1.0
+) -> TrainSample:
+    """Return a sample with the same log-prob and the same advantage for each token of its response."""
+    return TrainSample(
+        tokens=tokens,
+        response_length=response_length,
+        loss_mask=[1] * response_length,
+        rollout_log_probs=[log_prob] * response_length,
+        advantages=[advantage] * response_length,
+    )
+
+
+def random_samples(
+    lengths: Sequence[tuple[int, int]], low: int, high: int, *, seed: int = 1
+) -> list[TrainSample]:
+    """Return samples of tokens from ``low`` to below ``high``.
+
+    :param lengths: Tokens and response tokens of each sample.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        sample_of(torch.randint(low, high, (length,), generator=generator).tolist(), response)
+        for length, response in lengths
+    ]
 
 
 def make_batch(samples: Sequence[TrainSample], **columns: Any) -> TrainBatch:
@@ -120,27 +150,39 @@ def log_probs(engine: Any, samples: Sequence[TrainSample], **options: Any) -> li
     return split(batch, engine.log_probs(batch, **options))
 
 
+def likelihood(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the negated sum of the log-probs by their weights, a loss without advantages."""
+    loss = -(inputs.log_probs * inputs.loss_weights).sum()
+    return loss, {"loss": loss.detach()}
+
+
 def train_step(
     engine: Any,
     samples: Sequence[TrainSample],
-    loss: LossFunction,
+    loss: LossFunction = likelihood,
     *,
-    loss_weights: PerSample,
-    old_log_probs: PerSample,
+    temperature: float = 1.0,
+    loss_weights: PerSample | None = None,
+    old_log_probs: PerSample | None = None,
     reference_log_probs: PerSample | None = None,
     teacher: TopKLogProbs | None = None,
-    **options: Any,
-) -> Mapping[str, float]:
-    """Take an optimizer step of an engine."""
+    entropy_grad: bool = False,
+) -> dict[str, float]:
+    """Take an optimizer step of an engine.
+
+    :param loss_weights: ``None`` for the mean over all response tokens.
+    :param old_log_probs: ``None`` for those of the rollout.
+    """
+    total = sum(sample.response_length for sample in samples)
+    weights = loss_weights or [[1 / total] * sample.response_length for sample in samples]
     batch = make_batch(
         samples,
-        loss_weights=column(loss_weights),
-        old_log_probs=column(old_log_probs),
+        loss_weights=column(weights),
+        old_log_probs=column(old_log_probs or [sample.rollout_log_probs for sample in samples]),
         reference_log_probs=None if reference_log_probs is None else column(reference_log_probs),
         teacher_top_k=teacher,
     )
-    metrics: Mapping[str, float] = engine.train_step(batch, loss, **options)
-    return metrics
+    return dict(engine.train_step(batch, loss, temperature=temperature, entropy_grad=entropy_grad))
 
 
 def values(critic: Any, samples: Sequence[TrainSample]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.media import Content, Media, MediaSpec, TowerSpec
 from anygauge_hooks.megatron import WeightRule, megatron_model, with_megatron
 from anygauge_hooks.models import ModelSpec
-from anygauge_tests.batches import TrainSample
+from anygauge_tests.batches import TrainSample, sample_of
 
 ARCHITECTURE, HIDDEN, VOCAB, HOLDER, PATCH, LEVELS = "ToyForConditionalGeneration", 64, 64, 63, 2, 2
 
@@ -149,11 +149,4 @@ def sample(parts: Iterable[int | Media], response: int, seed: int = 0) -> TrainS
         else:
             media.append(part.moved(len(tokens)))
             tokens += [HOLDER] * part.num_tokens
-    return TrainSample(
-        tokens=tokens,
-        response_length=response,
-        loss_mask=[1] * response,
-        rollout_log_probs=[-0.5] * response,
-        advantages=[1.0] * response,
-        media=tuple(media),
-    )
+    return sample_of(tokens, response)._replace(media=tuple(media))

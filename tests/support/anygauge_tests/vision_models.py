@@ -12,7 +12,7 @@ import torch
 from anygauge.plugins import load_plugins
 from anygauge_hooks.media import Content, Media, MediaStore
 from anygauge_hooks.models import ModelSpec
-from anygauge_tests.batches import TrainSample
+from anygauge_tests.batches import TrainSample, sample_of
 
 __all__ = [
     "mixed_samples",
@@ -141,14 +141,8 @@ def vision_sample(
             media.append(part.moved(len(tokens) + 1))
             for _, count in part.spans:
                 tokens += [start, *[holder] * count, end]
-    return TrainSample(
-        tokens=tokens,
-        response_length=response,
-        loss_mask=[1] * response,
-        rollout_log_probs=[-2.5] * response,
-        advantages=[float(seed % 3 - 1) or 0.5] * response,
-        media=tuple(media),
-    )
+    text = sample_of(tokens, response, log_prob=-2.5, advantage=float(seed % 3 - 1) or 0.5)
+    return text._replace(media=tuple(media))
 
 
 def mixed_samples(hf: Mapping[str, Any], store: MediaStore) -> list[TrainSample]:

@@ -33,7 +33,6 @@ from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import CheckpointError, WeightMappingError
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
 from anygauge_tests.optimizers import Joining, Rounding, Taking, taking
 
@@ -83,26 +82,15 @@ def train(engine: Any, steps: range) -> list[Mapping[str, float]]:
 def train_step(engine: Any, step: int) -> Mapping[str, float]:
     generator = torch.Generator().manual_seed(step)
     samples = [
-        TrainSample(
-            tokens=torch.randint(0, 64, (length,), generator=generator).tolist(),
-            response_length=length - 2,
-            loss_mask=[1] * (length - 2),
-            rollout_log_probs=[-2.0] * (length - 2),
-            advantages=[float(index % 2) - 0.3] * (length - 2),
+        batches.sample_of(
+            torch.randint(0, 64, (length,), generator=generator).tolist(),
+            length - 2,
+            log_prob=-2.0,
+            advantage=index % 2 - 0.3,
         )
         for index, length in enumerate((9, 17, 5))
     ]
-    found: Mapping[str, float] = batches.train_step(
-        engine,
-        samples,
-        loss,
-        temperature=1.0,
-        loss_weights=[[1 / 25] * each.response_length for each in samples],
-        old_log_probs=[each.rollout_log_probs for each in samples],
-        reference_log_probs=None,
-        entropy_grad=False,
-    )
-    return found
+    return batches.train_step(engine, samples, loss)
 
 
 def save(engine: Any, directory: Path) -> Path:

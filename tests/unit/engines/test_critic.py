@@ -69,17 +69,7 @@ def scored(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_samples() -> list[TrainSample]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        TrainSample(
-            tokens=torch.randint(18, 64, (length,), generator=generator).tolist(),
-            response_length=response,
-            loss_mask=[1] * response,
-            rollout_log_probs=[-0.5] * response,
-            advantages=[0.0] * response,
-        )
-        for length, response in LENGTHS
-    ]
+    return batches.random_samples(LENGTHS, 18, 64)
 
 
 def reference_values(

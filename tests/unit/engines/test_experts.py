@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,38 +59,7 @@ def checkpoint(plugins: Plugins, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def samples() -> list[TrainSample]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        TrainSample(
-            tokens=torch.randint(4, 64, (length,), generator=generator).tolist(),
-            response_length=response,
-            loss_mask=[1] * response,
-            rollout_log_probs=[-0.5] * response,
-            advantages=[1.0] * response,
-        )
-        for length, response in LENGTHS
-    ]
-
-
-def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = -(inputs.log_probs * inputs.loss_weights).sum()
-    return loss, {"loss": loss.detach()}
-
-
-def take_step(engine: Any, samples: Sequence[TrainSample], loss: Any = likelihood) -> dict[str, float]:
-    total = sum(sample.response_length for sample in samples)
-    return dict(
-        batches.train_step(
-            engine,
-            samples,
-            loss,
-            temperature=1.0,
-            loss_weights=[[1 / total] * sample.response_length for sample in samples],
-            old_log_probs=[sample.rollout_log_probs for sample in samples],
-            reference_log_probs=None,
-            entropy_grad=False,
-        )
-    )
+    return batches.random_samples(LENGTHS, 4, 64)
 
 
 def routers_of(engine: Any) -> list[Any]:
@@ -141,7 +110,7 @@ def test_routers_and_dispatchers_run_the_kernels_of_the_table(
     expected = make(config_of(checkpoint), replace(context, plugins=plugins))
     plugins.register(SimpleNamespace(register_kernels=hookimpl(register_kernels)), name="recorded")
     engine = make(config_of(checkpoint), replace(context, plugins=plugins))
-    assert take_step(engine, samples) == take_step(expected, samples)
+    assert batches.train_step(engine, samples) == batches.train_step(expected, samples)
     passes = ["topk_router", "token_permute", "token_unpermute"]
     assert called == passes * (len(called) // 3)
     assert called
@@ -166,7 +135,7 @@ def test_weights_of_a_router_in_float64_reach_kernels_in_float32(
     plugins.register(SimpleNamespace(register_kernels=hookimpl(register_kernels)), name="recorded")
     make = plugins.get("register_train_engines", "megatron").make
     config = config_of(checkpoint, megatron={"moe_router_dtype": dtype})
-    take_step(make(config, replace(context, plugins=plugins)), samples)
+    batches.train_step(make(config, replace(context, plugins=plugins)), samples)
     assert found == {torch.float32}
 
 
@@ -184,7 +153,7 @@ def test_a_step_tells_how_uneven_the_experts_of_each_layer_were_used(
     second = routers_of(engine)[1]
     with torch.no_grad():
         second.expert_bias.copy_(torch.tensor([9.0, 9.0, 0, 0, 0, 0, 0, 0]))
-    metrics = take_step(engine, samples)
+    metrics = batches.train_step(engine, samples)
     # all tokens go to two of the eight experts
     assert metrics["moe/load_max_over_mean/layer_2"] == pytest.approx(4.0)
     assert 1.0 <= metrics["moe/load_max_over_mean/layer_1"] < 4.0
@@ -200,7 +169,7 @@ def test_each_token_is_counted_once(
     engine = make_engine(checkpoint, recompute="full")
     loads = "anygauge.engines.megatron.engine.expert_load"
     monkeypatch.setattr(loads, lambda *_: counted.extend(r.load.clone() for r in routers_of(engine)) or {})
-    take_step(engine, samples)
+    batches.train_step(engine, samples)
     tokens = sum(length for length, _ in LENGTHS)
     assert [int(load.sum()) for load in counted] == [2 * tokens, 2 * tokens]
 
@@ -211,7 +180,7 @@ def test_samples_that_teach_nothing_move_neither_loads_nor_biases(
     """Those of ranks without work, and those that could not be scored."""
     idle = [sample._replace(loss_mask=[0] * sample.response_length) for sample in samples[2:]]
     found, wanted = (make_engine(checkpoint, megatron={"moe_router_bias_update_rate": 0.25}) for _ in "ab")
-    one, other = take_step(found, [*samples[:2], *idle]), take_step(wanted, samples[:2])
+    one, other = batches.train_step(found, [*samples[:2], *idle]), batches.train_step(wanted, samples[:2])
     assert load_of(one) == load_of(other)
     for mine, theirs in zip(routers_of(found), routers_of(wanted), strict=True):
         assert torch.equal(mine.expert_bias, theirs.expert_bias)
@@ -235,7 +204,7 @@ def test_biases_move_against_the_load_by_the_rate(
     router = routers_of(engine)[0]
     with torch.no_grad():
         router.expert_bias.copy_(bias)
-    take_step(engine, samples)
+    batches.train_step(engine, samples)
     expected = bias + torch.tensor([-0.25, -0.25] + [0.25] * 6)
     assert torch.equal(router.expert_bias, expected)
     weights = dict(engine.weights())
@@ -247,7 +216,7 @@ def test_biases_stay_without_a_rate(
 ) -> None:
     engine = make_engine(checkpoint)
     before = [router.expert_bias.clone() for router in routers_of(engine)]
-    take_step(engine, samples)
+    batches.train_step(engine, samples)
     assert all(torch.equal(a, b.expert_bias) for a, b in zip(before, routers_of(engine), strict=True))
 
 
@@ -255,14 +224,14 @@ def test_biases_stay_where_a_step_is_refused(
     make_engine: MakeEngine, checkpoint: Path, samples: list[TrainSample]
 ) -> None:
     engine = make_engine(checkpoint, megatron={"moe_router_bias_update_rate": 0.25})
-    take_step(engine, samples)
+    batches.train_step(engine, samples)
     before = {name: tensor.clone() for name, tensor in engine.weights()}
 
     def broken(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return inputs.log_probs.sum() * math.inf, {}
 
     with pytest.raises(NonFiniteError, match="no weight was changed"):
-        take_step(engine, samples, broken)
+        batches.train_step(engine, samples, broken)
     assert all(tensor.equal(before[name]) for name, tensor in engine.weights())
 
 
@@ -305,7 +274,7 @@ def test_a_step_uses_the_experts_that_the_log_prob_pass_chose(
         for router in routers_of(engine):
             router.expert_bias.copy_(torch.arange(8.0))  # chooses, and weighs nothing
     chosen = [samples[3], samples[0], samples[4]]
-    found, wanted = take_step(engine, chosen), take_step(expected, chosen)
+    found, wanted = batches.train_step(engine, chosen), batches.train_step(expected, chosen)
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
@@ -320,7 +289,7 @@ def test_without_replay_the_routers_choose_again(
         with torch.no_grad():
             for router in routers_of(engine):
                 router.expert_bias.copy_(bias)
-        losses.append(take_step(engine, samples)["loss"])
+        losses.append(batches.train_step(engine, samples)["loss"])
     assert abs(losses[0] - losses[1]) > 1e-3
 
 
@@ -329,17 +298,17 @@ def test_a_step_without_a_capture_is_refused(
 ) -> None:
     engine = make_engine(checkpoint, router_replay=True)
     with pytest.raises(RouterReplayError, match="A sample of 17 tokens has no captured routes; those of 0 "):
-        take_step(engine, samples)
+        batches.train_step(engine, samples)
     engine.load_role("reference", str(checkpoint))
     batches.log_probs(engine, samples, temperature=1.0, role="reference")
     with pytest.raises(RouterReplayError, match="those of 0 samples"):
-        take_step(engine, samples)
+        batches.train_step(engine, samples)
     batches.log_probs(engine, samples[:4], temperature=1.0)
     with pytest.raises(RouterReplayError, match=r"A sample of 33 tokens .* those of 4 samples"):
-        take_step(engine, samples)
+        batches.train_step(engine, samples)
     batches.log_probs(engine, samples[4:], temperature=1.0)
     with pytest.raises(RouterReplayError, match=r"A sample of 17 tokens .* those of 1 samples"):
-        take_step(engine, samples)  # a pass forgets what those before it captured
+        batches.train_step(engine, samples)  # a pass forgets what those before it captured
 
 
 def test_a_layer_that_captured_nothing_is_refused(

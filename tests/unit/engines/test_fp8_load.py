@@ -22,18 +22,11 @@ from anygauge.testing.model_check import check_model
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
 from anygauge_tests.fp8 import quantized
 
 ENGINES = ("fsdp", "megatron")
-SAMPLE = TrainSample(
-    tokens=[1, 5, 3, 7, 2, 9],
-    response_length=4,
-    loss_mask=[1] * 4,
-    rollout_log_probs=[-0.5] * 4,
-    advantages=[1.0] * 4,
-)
+SAMPLE = batches.sample_of([1, 5, 3, 7, 2, 9], 4)
 
 
 @pytest.fixture(scope="module")

@@ -12,24 +12,14 @@ from torch import Tensor
 
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_family, tiny_tokenizer
-from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
 
 MakeEngine = Callable[..., Any]
 ENGINES = ("fsdp", "megatron")
-SAMPLES = [
-    TrainSample(
-        tokens=[(7 * place + length) % 40 for place in range(length)],
-        response_length=4,
-        loss_mask=[1] * 4,
-        rollout_log_probs=[-0.5] * 4,
-        advantages=[1.0] * 4,
-    )
-    for length in (9, 14)
-]
+SAMPLES = [batches.sample_of([(7 * place + length) % 40 for place in range(length)], 4) for length in (9, 14)]
 
 
 @pytest.fixture(params=["qwen2", "qwen3_moe"])
@@ -49,23 +39,8 @@ def make_engine(context: WorkerContext, plugins: Plugins, model: Path) -> MakeEn
     return make
 
 
-def likelihood(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    return -(inputs.log_probs * inputs.loss_weights).sum(), {}
-
-
 def step(engine: Any) -> dict[str, float]:
-    return dict(
-        batches.train_step(
-            engine,
-            SAMPLES,
-            likelihood,
-            temperature=1.0,
-            loss_weights=[[1 / 8] * 4] * len(SAMPLES),
-            old_log_probs=[sample.rollout_log_probs for sample in SAMPLES],
-            reference_log_probs=None,
-            entropy_grad=False,
-        )
-    )
+    return batches.train_step(engine, SAMPLES)
 
 
 def changed(engine: Any) -> set[str]:

@@ -100,17 +100,7 @@ def tiny_model(directory: Path, name: str, **options: Any) -> Path:
 
 def make_samples() -> list[TrainSample]:
     """Return samples of more than one micro-batch of 64 tokens."""
-    generator = torch.Generator().manual_seed(1)
-    return [
-        TrainSample(
-            tokens=torch.randint(18, VOCAB, (length,), generator=generator).tolist(),
-            response_length=response,
-            loss_mask=[1] * response,
-            rollout_log_probs=[-0.5] * response,
-            advantages=[1.0] * response,
-        )
-        for length, response in ((17, 5), (5, 1), (40, 20), (2, 1), (33, 30))
-    ]
+    return batches.random_samples(((17, 5), (5, 1), (40, 20), (2, 1), (33, 30)), 18, VOCAB)
 
 
 def reference_log_probs(model: Any, temperature: float) -> Tensor:
@@ -137,19 +127,7 @@ def likelihood(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 def take_step(engine: Any, loss: Any = likelihood, samples: Sequence[TrainSample] = ()) -> dict[str, float]:
     samples = samples or make_samples()
-    total = sum(sample.response_length for sample in samples)
-    return dict(
-        batches.train_step(
-            engine,
-            samples,
-            loss,
-            temperature=0.8,
-            loss_weights=[[1 / total] * sample.response_length for sample in samples],
-            old_log_probs=[sample.rollout_log_probs for sample in samples],
-            reference_log_probs=None,
-            entropy_grad=True,
-        )
-    )
+    return batches.train_step(engine, samples, loss, temperature=0.8, entropy_grad=True)
 
 
 def gradients(engine: Any) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from anygauge.engines.fsdp.attention import ATTENTION, _Attention
 from anygauge.engines.fsdp.start_check import _Check, _use_attention
 from anygauge.engines.fsdp.weights import whole
 from anygauge.plugins import Plugins
-from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaMismatchError
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
@@ -158,21 +158,7 @@ def take_step(engine: Any, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
 
 def train(engine: Any, samples: Sequence[TrainSample]) -> dict[str, float]:
     """Take a step on the mean log-probability, and return its metrics."""
-    count = sum(each.response_length for each in samples)
-
-    def loss(given: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        return -(given.log_probs * given.loss_weights).sum(), {}
-
-    metrics = batches.train_step(
-        engine,
-        samples,
-        loss,
-        temperature=1.0,
-        loss_weights=[[1 / count] * each.response_length for each in samples],
-        old_log_probs=[each.rollout_log_probs for each in samples],
-        reference_log_probs=None,
-        entropy_grad=False,
-    )
+    metrics = batches.train_step(engine, samples)
     return dict(metrics)
 
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
 
 VOCAB = 64
@@ -148,35 +147,11 @@ def make_engine(context: WorkerContext, plugins: Plugins, checkpoint: Path) -> C
     return make
 
 
-def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    value = -(inputs.log_probs * inputs.loss_weights).sum()
-    return value, {"loss": value.detach()}
-
-
 def two_steps(engine: Any) -> dict[str, Tensor]:
     """Return the main gradients of the second step, of several micro-batches."""
-    generator = torch.Generator().manual_seed(1)
-    samples = [
-        TrainSample(
-            tokens=torch.randint(18, VOCAB, (length,), generator=generator).tolist(),
-            response_length=length - 2,
-            loss_mask=[1] * (length - 2),
-            rollout_log_probs=[-0.5] * (length - 2),
-            advantages=[1.0] * (length - 2),
-        )
-        for length in (17, 40, 33)
-    ]
+    samples = batches.random_samples(((17, 15), (40, 38), (33, 31)), 18, VOCAB)
     for _ in range(2):
-        batches.train_step(
-            engine,
-            samples,
-            loss,
-            temperature=1.0,
-            loss_weights=[[0.01] * sample.response_length for sample in samples],
-            old_log_probs=[sample.rollout_log_probs for sample in samples],
-            reference_log_probs=None,
-            entropy_grad=False,
-        )
+        batches.train_step(engine, samples)
     return {name: weight.main_grad.clone() for name, weight in engine.chunks[0].named_parameters()}
 
 

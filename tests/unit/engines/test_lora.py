@@ -27,7 +27,7 @@ from anygauge.engines.fsdp.weights import whole
 from anygauge.engines.megatron.conversion.convert import megatron_to_hf
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import save_random, tiny_tokenizer
-from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import AnygaugeError, CheckpointError, ConfigError, WeightMappingError
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
@@ -146,17 +146,7 @@ def peft_adapter(model: Path, directory: Path, **options: Any) -> Path:
 
 def make_samples() -> list[TrainSample]:
     """Return samples of more than one micro-batch of 64 tokens."""
-    generator = torch.Generator().manual_seed(1)
-    return [
-        TrainSample(
-            tokens=torch.randint(18, VOCAB, (length,), generator=generator).tolist(),
-            response_length=response,
-            loss_mask=[1] * response,
-            rollout_log_probs=[-0.5] * response,
-            advantages=[1.0] * response,
-        )
-        for length, response in ((17, 5), (5, 1), (40, 20), (33, 30))
-    ]
+    return batches.random_samples(((17, 5), (5, 1), (40, 20), (33, 30)), 18, VOCAB)
 
 
 def expected_log_probs(model: Any) -> Tensor:
@@ -173,25 +163,8 @@ def log_probs(engine: Any, **options: Any) -> Tensor:
     return torch.cat(list(batches.log_probs(engine, make_samples(), temperature=1.0, **options)))
 
 
-def likelihood(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    return -(inputs.log_probs * inputs.loss_weights).sum(), {}
-
-
 def take_step(engine: Any) -> dict[str, float]:
-    samples = make_samples()
-    total = sum(sample.response_length for sample in samples)
-    return dict(
-        batches.train_step(
-            engine,
-            samples,
-            likelihood,
-            temperature=1.0,
-            loss_weights=[[1 / total] * sample.response_length for sample in samples],
-            old_log_probs=[sample.rollout_log_probs for sample in samples],
-            reference_log_probs=None,
-            entropy_grad=False,
-        )
-    )
+    return batches.train_step(engine, make_samples())
 
 
 def saved(engine: Any, directory: Path) -> Path:

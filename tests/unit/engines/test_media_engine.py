@@ -15,7 +15,7 @@ from torch import Tensor
 from anygauge.algorithms.values import value_loss
 from anygauge.config.roles import critic_config
 from anygauge.plugins import load_plugins
-from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaMismatchError
 from anygauge_hooks.media import Media
 from anygauge_tests import batches
@@ -69,22 +69,7 @@ def mixed(store: Store) -> list[TrainSample]:
 
 def take_step(engine: Any, samples: Sequence[TrainSample]) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the gradients of a step on the mean log-probability, and its metrics."""
-    count = sum(each.response_length for each in samples)
-
-    def loss(given: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        value = -(given.log_probs * given.loss_weights).sum()
-        return value, {}
-
-    metrics = batches.train_step(
-        engine,
-        samples,
-        loss,
-        temperature=1.0,
-        loss_weights=[[1 / count] * each.response_length for each in samples],
-        old_log_probs=[each.rollout_log_probs for each in samples],
-        reference_log_probs=None,
-        entropy_grad=False,
-    )
+    metrics = batches.train_step(engine, samples)
     stored = engine.policy.tensors
     found = {name: each.main_grad.clone() for name, each in stored.items() if hasattr(each, "main_grad")}
     return found, dict(metrics)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForMultimodalLM
 
 from anygauge.plugins import Plugins
-from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
@@ -93,21 +93,7 @@ def take_step(engine: Any, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
     """Return the gradients of a step on the mean log-probability, under Hugging Face names."""
     from anygauge.engines.megatron.weights.mapping import hf_tensors
 
-    count = sum(each.response_length for each in samples)
-
-    def loss(given: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        return -(given.log_probs * given.loss_weights).sum(), {}
-
-    batches.train_step(
-        engine,
-        samples,
-        loss,
-        temperature=1.0,
-        loss_weights=[[1 / count] * each.response_length for each in samples],
-        old_log_probs=[each.rollout_log_probs for each in samples],
-        reference_log_probs=None,
-        entropy_grad=False,
-    )
+    batches.train_step(engine, samples)
     stored = engine.policy.tensors
     return dict(hf_tensors((rule, stored[rule.canonical].main_grad) for rule in engine.policy.rules))
 

@@ -31,7 +31,7 @@ from anygauge_hooks.errors import (
 )
 from anygauge_hooks.megatron import megatron_model
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
+from anygauge_tests.batches import TrainSample, train_step
 from anygauge_tests.engine_config import engine_config
 
 MakeEngine = Callable[..., TrainEngine]
@@ -71,17 +71,7 @@ LENGTHS = ((17, 5), (5, 1), (40, 20), (2, 1), (33, 30))
 
 def make_samples(lengths: Sequence[tuple[int, int]] = LENGTHS) -> list[TrainSample]:
     # The padding token is left out: transformers gives it no gradient, and its row is 0.
-    generator = torch.Generator().manual_seed(1)
-    return [
-        TrainSample(
-            tokens=torch.randint(18, 64, (length,), generator=generator).tolist(),
-            response_length=response,
-            loss_mask=[1] * response,
-            rollout_log_probs=[-0.5] * response,
-            advantages=[1.0] * response,
-        )
-        for length, response in lengths
-    ]
+    return batches.random_samples(lengths, 18, 64)
 
 
 def reference_log_probs(model: Any, samples: Sequence[TrainSample], temperature: float) -> list[torch.Tensor]:
@@ -93,33 +83,6 @@ def reference_log_probs(model: Any, samples: Sequence[TrainSample], temperature:
         taken = log_probs[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
         result.append(taken[-sample.response_length :])
     return result
-
-
-def uniform_weights(samples: Sequence[TrainSample]) -> list[list[float]]:
-    total = sum(sample.response_length for sample in samples)
-    return [[1 / total] * sample.response_length for sample in samples]
-
-
-def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = -(inputs.log_probs * inputs.loss_weights).sum()
-    return loss, {"loss": loss.detach()}
-
-
-def take_step(
-    engine: TrainEngine, samples: Sequence[TrainSample], loss: Any = likelihood, temperature: float = 1.0
-) -> dict[str, float]:
-    return dict(
-        batches.train_step(
-            engine,
-            samples,
-            loss,
-            temperature=temperature,
-            loss_weights=uniform_weights(samples),
-            old_log_probs=[sample.rollout_log_probs for sample in samples],
-            reference_log_probs=None,
-            entropy_grad=False,
-        )
-    )
 
 
 def test_log_probs_equal_transformers(make_engine: MakeEngine, checkpoint: Path) -> None:
@@ -163,7 +126,7 @@ def test_logits_equal_transformers(make_engine: MakeEngine, checkpoint: Path) ->
 def test_gradients_equal_transformers(make_engine: MakeEngine, checkpoint: Path, recompute: str) -> None:
     samples = make_samples()
     engine: Any = make_engine(checkpoint, recompute=recompute, clip_grad=0.0)
-    metrics = take_step(engine, samples)
+    metrics = train_step(engine, samples)
     reference = AutoModelForCausalLM.from_pretrained(checkpoint)
     taken = torch.cat(reference_log_probs(reference, samples, 1.0))
     (-taken.mean()).backward()
@@ -194,7 +157,7 @@ def test_steps_follow_adamw(make_engine: MakeEngine, checkpoint: Path) -> None:
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.6, 0.8), eps=1e-3, **adam)
     for _ in range(4):
-        metrics = take_step(engine, samples)
+        metrics = train_step(engine, samples)
         optimizer.zero_grad()
         loss = -torch.cat(reference_log_probs(reference, samples, 1.0)).mean()
         loss.backward()
@@ -206,9 +169,9 @@ def test_steps_follow_adamw(make_engine: MakeEngine, checkpoint: Path) -> None:
 
 def test_result_does_not_depend_on_micro_batches(make_engine: MakeEngine, checkpoint: Path) -> None:
     samples = make_samples()
-    one = take_step(make_engine(checkpoint, micro_batch_tokens=10_000), samples)
+    one = train_step(make_engine(checkpoint, micro_batch_tokens=10_000), samples)
     for budget in (1, 16, 32, 64):
-        many = take_step(make_engine(checkpoint, micro_batch_tokens=budget), samples)
+        many = train_step(make_engine(checkpoint, micro_batch_tokens=budget), samples)
         assert many == pytest.approx(one, rel=1e-5)
 
 
@@ -230,7 +193,7 @@ def test_micro_batches_are_on_the_device_in_their_turn_alone(
     monkeypatch.setattr(inputs, "inputs_on_device", watched)
     engine = make_engine(checkpoint, micro_batch_tokens=1)
     samples = make_samples([(9, 4)] * 6)
-    take_step(engine, samples)
+    train_step(engine, samples)
     batches.log_probs(engine, samples, temperature=1.0)
     assert alive == [0] * 12
 
@@ -260,7 +223,7 @@ def test_the_passes_over_a_batch_share_its_micro_batches(make_engine: MakeEngine
     packed = engine._packed
     engine.load_role("reference", str(checkpoint))
     engine.log_probs(batch, temperature=1.0, role="reference")
-    engine.train_step(batch, likelihood, temperature=1.0, entropy_grad=False)
+    engine.train_step(batch, batches.likelihood, temperature=1.0, entropy_grad=False)
     assert engine._packed is packed
     engine.log_probs(batches.make_batch(make_samples()), temperature=1.0)
     assert engine._packed is not packed, "another batch is another object"
@@ -288,7 +251,7 @@ def test_a_step_without_old_log_probs_takes_its_own(make_engine: MakeEngine, che
 def test_bfloat16_trains(make_engine: MakeEngine, checkpoint: Path) -> None:
     samples = make_samples()
     full, half = make_engine(checkpoint), make_engine(checkpoint, dtype="bfloat16")
-    losses = [(take_step(full, samples)["loss"], take_step(half, samples)["loss"]) for _ in range(5)]
+    losses = [(train_step(full, samples)["loss"], train_step(half, samples)["loss"]) for _ in range(5)]
     assert losses[-1][1] < losses[0][1]
     for exact, rounded in losses:
         assert rounded == pytest.approx(exact, rel=0.05)
@@ -312,13 +275,13 @@ def test_learning_rate(
 ) -> None:
     engine = make_engine(tiny_model(tmp_path), **options)
     samples = make_samples()
-    assert [take_step(engine, samples)["lr"] for _ in expected] == pytest.approx(expected)
+    assert [train_step(engine, samples)["lr"] for _ in expected] == pytest.approx(expected)
 
 
 def test_export_is_complete_and_exact(make_engine: MakeEngine, checkpoint: Path, tmp_path: Path) -> None:
     engine = make_engine(checkpoint)
     samples = make_samples()
-    take_step(engine, samples)
+    train_step(engine, samples)
     engine.save_hf(str(tmp_path / "out"))
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {
@@ -361,7 +324,7 @@ def test_a_later_export_asks_no_rank_again_what_it_holds(
         exports.append(load_file(tmp_path / name / "model-00001-of-00001.safetensors"))
         expected = {key: tensor.clone() for key, tensor in engine.weights()}
         assert all(torch.equal(exports[-1][key], tensor) for key, tensor in expected.items())
-        take_step(engine, make_samples())
+        train_step(engine, make_samples())
     assert any(not torch.equal(exports[0][key], exports[1][key]) for key in exports[0])
     assert len(planned) == 1
 
@@ -371,7 +334,7 @@ def test_reference_role_keeps_its_weights(make_engine: MakeEngine, checkpoint: P
     engine = make_engine(checkpoint, lr=1e-2)
     before = batches.log_probs(engine, samples, temperature=1.0)
     engine.load_role("reference", str(checkpoint))
-    take_step(engine, samples)
+    train_step(engine, samples)
     trained = batches.log_probs(engine, samples, temperature=1.0)
     frozen = batches.log_probs(engine, samples, temperature=1.0, role="reference")
     assert all(torch.equal(one, other) for one, other in zip(before, frozen, strict=True))
@@ -390,7 +353,7 @@ def test_non_finite_loss_changes_nothing(make_engine: MakeEngine, checkpoint: Pa
     engine = make_engine(checkpoint)
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     with pytest.raises(NonFiniteError, match="no weight was changed"):
-        take_step(engine, make_samples(), broken)
+        train_step(engine, make_samples(), broken)
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights())
 
 
@@ -399,7 +362,7 @@ def test_overlap_gives_the_same_result(make_engine: MakeEngine, checkpoint: Path
     plain = make_engine(checkpoint)
     overlap = make_engine(checkpoint, megatron={"overlap_grad_reduce": True, "overlap_param_gather": True})
     for _ in range(3):
-        assert take_step(overlap, samples) == pytest.approx(take_step(plain, samples), rel=1e-5)
+        assert train_step(overlap, samples) == pytest.approx(train_step(plain, samples), rel=1e-5)
     exported = dict(overlap.weights())
     assert all(torch.allclose(tensor, exported[name], atol=1e-6) for name, tensor in plain.weights())
 
@@ -465,7 +428,7 @@ def test_an_unknown_architecture_is_named(make_engine: MakeEngine, tmp_path: Pat
 
 def test_the_backend_makes_the_inner_optimizer(make_engine: MakeEngine, checkpoint: Path) -> None:
     engine: Any = make_engine(checkpoint)
-    take_step(engine, make_samples())
+    train_step(engine, make_samples())
     [part] = engine.optimizer.chained_optimizers
     assert all(group["fused"] for group in part.optimizer.param_groups)
     for state in part.optimizer.state.values():
@@ -483,7 +446,7 @@ def test_an_optimizer_that_was_asked_for_is_kept(
     engine: Any = make_engine(checkpoint, megatron=options)
     [part] = engine.optimizer.chained_optimizers
     assert type(part.optimizer) is (torch.optim.SGD if "optimizer" in options else torch.optim.Adam)
-    assert take_step(engine, make_samples())["grad_norm"] > 0
+    assert train_step(engine, make_samples())["grad_norm"] > 0
 
 
 def test_an_unknown_optimizer_is_a_config_error(make_engine: MakeEngine, checkpoint: Path) -> None:
@@ -542,7 +505,7 @@ def test_the_schedule_waits_for_a_finite_step(make_engine: MakeEngine, checkpoin
 
     engine: Any = make_engine(checkpoint, lr_schedule="cosine")
     with pytest.raises(NonFiniteError, match="Optimizer step 1:"):
-        take_step(engine, make_samples(), broken)
+        train_step(engine, make_samples(), broken)
     assert engine.schedule.num_steps == 0
 
 

@@ -16,7 +16,7 @@ from anygauge.engines.memory_offload import DeviceMemory, HostCopies
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.weight_sync.checksum import checksum
-from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import AsleepError
 from anygauge_hooks.serving import MemoryState
 from anygauge_tests import batches
@@ -43,38 +43,11 @@ def make(context: WorkerContext, plugins: Plugins, tmp_path: Path, monkeypatch: 
 
 
 def samples() -> list[TrainSample]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        TrainSample(
-            tokens=torch.randint(18, 64, (length,), generator=generator).tolist(),
-            response_length=4,
-            loss_mask=[1] * 4,
-            rollout_log_probs=[-0.5] * 4,
-            advantages=[1.0] * 4,
-        )
-        for length in (17, 40)
-    ]
-
-
-def likelihood(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = -(inputs.log_probs * inputs.loss_weights).sum()
-    return loss, {"loss": loss.detach()}
+    return batches.random_samples(((17, 4), (40, 4)), 18, 64)
 
 
 def step(engine: Any) -> dict[str, float]:
-    given = samples()
-    return dict(
-        batches.train_step(
-            engine,
-            given,
-            likelihood,
-            temperature=1.0,
-            loss_weights=[[1 / 8] * 4] * 2,
-            old_log_probs=[sample.rollout_log_probs for sample in given],
-            reference_log_probs=None,
-            entropy_grad=False,
-        )
-    )
+    return batches.train_step(engine, samples())
 
 
 def on_device(engine: Any) -> int:

@@ -26,7 +26,6 @@ from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import CheckpointError, ConfigError
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -34,13 +33,7 @@ MakeEngine = Callable[..., Any]
 LORA = {"rank": 4, "base": "nf4"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SAMPLES = [
-    TrainSample(
-        tokens=[(7 * step + start) % 16 for step in range(length)],
-        response_length=response,
-        loss_mask=[1] * response,
-        rollout_log_probs=[-0.5] * response,
-        advantages=[1.0] * response,
-    )
+    batches.sample_of([(7 * step + start) % 16 for step in range(length)], response)
     for start, length, response in ((1, 17, 5), (2, 9, 8))
 ]
 
@@ -100,18 +93,7 @@ def likelihood(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def take_step(engine: Any) -> dict[str, float]:
-    return dict(
-        batches.train_step(
-            engine,
-            SAMPLES,
-            likelihood,
-            temperature=1.0,
-            loss_weights=[[1 / 13] * sample.response_length for sample in SAMPLES],
-            old_log_probs=[sample.rollout_log_probs for sample in SAMPLES],
-            reference_log_probs=None,
-            entropy_grad=False,
-        )
-    )
+    return batches.train_step(engine, SAMPLES, likelihood)
 
 
 def gradients(engine: Any) -> dict[str, Tensor]:

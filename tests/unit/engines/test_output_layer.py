@@ -40,17 +40,7 @@ def make_engine(context: WorkerContext, checkpoint: Path) -> Make:
 
 
 def make_samples() -> list[TrainSample]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        TrainSample(
-            tokens=torch.randint(0, VOCAB, (length,), generator=generator).tolist(),
-            response_length=response,
-            loss_mask=[1] * response,
-            rollout_log_probs=[-0.5] * response,
-            advantages=[1.0] * response,
-        )
-        for length, response in ((17, 5), (40, 20), (33, 30))
-    ]
+    return batches.random_samples(((17, 5), (40, 20), (33, 30)), 0, VOCAB)
 
 
 class Largest(TorchDispatchMode):
@@ -83,17 +73,7 @@ def test_a_step_has_no_tensor_as_large_as_all_logits(
         **sections,
     )
     worker = ActorWorker(config, context, components=Components(trains=True, generates=False, learns=True))
-    generator = torch.Generator().manual_seed(1)
-    samples = [
-        TrainSample(
-            tokens=torch.randint(0, vocab, (length,), generator=generator).tolist(),
-            response_length=length - 1,
-            loss_mask=[1] * (length - 1),
-            rollout_log_probs=[-0.5] * (length - 1),
-            advantages=[1.0] * (length - 1),
-        )
-        for length in lengths
-    ]
+    samples = batches.random_samples([(length, length - 1) for length in lengths], 0, vocab)
     with Largest() as largest:
         worker.train(batches.plan_samples(samples, 1, 1, "token_mean")[0])
     logits = sum(length - 1 for length in lengths) * vocab
@@ -115,8 +95,6 @@ def main_gradients(engine: Any) -> tuple[float, dict[str, Tensor]]:
         loss,
         temperature=0.7,
         loss_weights=[[0.02] * sample.response_length for sample in samples],
-        old_log_probs=[sample.rollout_log_probs for sample in samples],
-        reference_log_probs=None,
         entropy_grad=True,
     )
     parameters: dict[str, Any] = dict(engine.policy.chunks[0].named_parameters())

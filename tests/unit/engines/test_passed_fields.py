@@ -22,7 +22,6 @@ from anygauge.plugins import Plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
 
 
@@ -205,24 +204,16 @@ def take_step(engine: Any) -> None:
         return value, {"loss": value.detach()}
 
     samples = [
-        TrainSample(
-            tokens=[(7 * place + length) % 50 for place in range(length)],
-            response_length=length - 2,
-            loss_mask=[1] * (length - 2),
-            rollout_log_probs=[0.0] * (length - 2),
-            advantages=[float(length % 3 - 1)] * (length - 2),
+        batches.sample_of(
+            [(7 * place + length) % 50 for place in range(length)],
+            length - 2,
+            log_prob=0.0,
+            advantage=length % 3 - 1.0,
         )
         for length in (17, 6, 23, 9)
     ]
     batches.train_step(
-        engine,
-        samples,
-        loss,
-        temperature=1.0,
-        loss_weights=[[1 / 40] * sample.response_length for sample in samples],
-        old_log_probs=[sample.rollout_log_probs for sample in samples],
-        reference_log_probs=None,
-        entropy_grad=False,
+        engine, samples, loss, loss_weights=[[1 / 40] * sample.response_length for sample in samples]
     )
 
 

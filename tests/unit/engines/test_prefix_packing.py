@@ -60,13 +60,9 @@ def samples() -> list[TrainSample]:
 
 
 def sample_of(prompt: list[int], response: int, generator: torch.Generator) -> TrainSample:
-    return TrainSample(
-        tokens=prompt + torch.randint(4, 60, (response,), generator=generator).tolist(),
-        response_length=response,
-        loss_mask=[1] * response,
-        rollout_log_probs=[-0.5] * response,
-        advantages=torch.randn(response, generator=generator).tolist(),
-    )
+    tokens = prompt + torch.randint(4, 60, (response,), generator=generator).tolist()
+    advantages = torch.randn(response, generator=generator).tolist()
+    return batches.sample_of(tokens, response)._replace(advantages=advantages)
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -83,7 +79,6 @@ def results(engine: Any, samples: Sequence[TrainSample]) -> dict[str, Any]:
         loss,
         temperature=0.7,
         loss_weights=[[0.02 * bit for bit in sample.loss_mask] for sample in samples],
-        old_log_probs=[sample.rollout_log_probs for sample in samples],
         entropy_grad=True,
     )
     learning = [(name, p) for name, p in engine.policy.chunks[0].named_parameters() if p.requires_grad]

@@ -30,7 +30,6 @@ from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import LossInputs, TrainEngine, WorkerContext
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
 
 LEDGER = Path(__file__).parents[3] / "docs" / "seams.md"
@@ -185,16 +184,7 @@ def config(tmp_path: Path) -> Config:
     return engine_config(path, train={"lr": 1e-3, "micro_batch_tokens": 64, "recompute": "full"})
 
 
-SAMPLES = [
-    TrainSample(
-        tokens=list(range(18, 18 + length)),
-        response_length=response,
-        loss_mask=[1] * response,
-        rollout_log_probs=[-0.5] * response,
-        advantages=[1.0] * response,
-    )
-    for length, response in ((40, 20), (33, 30))
-]
+SAMPLES = [batches.sample_of(range(18, 18 + length), response) for length, response in ((40, 20), (33, 30))]
 """Two micro-batches."""
 
 
@@ -204,14 +194,7 @@ def make_engine(config: Config, context: WorkerContext) -> Any:
 
 def train_step(engine: TrainEngine, witness: Witness) -> None:
     metrics = batches.train_step(
-        engine,
-        SAMPLES,
-        witness.loss,
-        temperature=1.0,
-        loss_weights=[[0.02] * sample.response_length for sample in SAMPLES],
-        old_log_probs=[sample.rollout_log_probs for sample in SAMPLES],
-        reference_log_probs=None,
-        entropy_grad=False,
+        engine, SAMPLES, witness.loss, loss_weights=[[0.02] * sample.response_length for sample in SAMPLES]
     )
     assert metrics["grad_norm"] > 0
 

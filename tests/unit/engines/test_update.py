@@ -23,10 +23,9 @@ from anygauge.testing.conformance import test_fused_optimizer as fused_cases
 from anygauge.testing.conformance.test_optimizer import SETTINGS, two_groups
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_cpu.device import CpuDevice
-from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import NonFiniteError
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
 from anygauge_tests.optimizers import Joining, Rounding, Taking, taking
 
@@ -68,34 +67,10 @@ def masters(engine: Any) -> Iterator[tuple[Tensor, Tensor]]:
             yield parameter.detach().flatten(), parameter.main_param
 
 
-def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    value = -(inputs.log_probs * inputs.loss_weights).sum()
-    return value, {"loss": value.detach()}
-
-
 def take_step(engine: Any, seed: int = 0) -> dict[str, float]:
-    generator = torch.Generator().manual_seed(seed)
-    samples = [
-        TrainSample(
-            tokens=torch.randint(18, VOCAB, (length,), generator=generator).tolist(),
-            response_length=length - 2,
-            loss_mask=[1] * (length - 2),
-            rollout_log_probs=[-0.5] * (length - 2),
-            advantages=[1.0] * (length - 2),
-        )
-        for length in (17, 40, 33)
-    ]
-    return dict(
-        batches.train_step(
-            engine,
-            samples,
-            loss,
-            temperature=1.0,
-            loss_weights=[[0.01] * sample.response_length for sample in samples],
-            old_log_probs=[sample.rollout_log_probs for sample in samples],
-            reference_log_probs=None,
-            entropy_grad=False,
-        )
+    samples = batches.random_samples(((17, 15), (40, 38), (33, 31)), 18, VOCAB, seed=seed)
+    return batches.train_step(
+        engine, samples, loss_weights=[[0.01] * sample.response_length for sample in samples]
     )
 
 

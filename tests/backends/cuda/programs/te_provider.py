@@ -26,7 +26,6 @@ from anygauge_cuda import transformer_engine
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
 
 
@@ -107,34 +106,11 @@ def config_of(path: Path, dtype: str, provider: str | None) -> Config:
     )
 
 
-def loss(inputs: Any) -> Any:
-    """Return the likelihood, to be raised."""
-    value = -(inputs.log_probs * inputs.loss_weights).sum()
-    return value, {"loss": value.detach()}
-
-
 def train(engine: Any) -> Any:
     """Take a step on sequences of several lengths; return its metrics."""
-    generator = torch.Generator().manual_seed(1)
-    samples = [
-        TrainSample(
-            tokens=torch.randint(64, (length,), generator=generator).tolist(),
-            response_length=length - 2,
-            loss_mask=[1] * (length - 2),
-            rollout_log_probs=[-0.5] * (length - 2),
-            advantages=[1.0] * (length - 2),
-        )
-        for length in (17, 40, 5, 33)
-    ]
+    samples = batches.random_samples(((17, 15), (40, 38), (5, 3), (33, 31)), 0, 64)
     return batches.train_step(
-        engine,
-        samples,
-        loss,
-        temperature=1.0,
-        loss_weights=[[0.01] * sample.response_length for sample in samples],
-        old_log_probs=[sample.rollout_log_probs for sample in samples],
-        reference_log_probs=None,
-        entropy_grad=False,
+        engine, samples, loss_weights=[[0.01] * sample.response_length for sample in samples]
     )
 
 

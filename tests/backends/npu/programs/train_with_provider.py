@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import absent_compilers
-import torch
 import torch.distributed as dist
 
 from anygauge.config import Config
 from anygauge.device import seed_everything
 from anygauge.plugins import load_plugins, select_backend
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge_hooks.engines import LossInputs, WorkerContext
-from anygauge_tests.batches import TrainSample, train_step
+from anygauge_hooks.engines import WorkerContext
+from anygauge_tests.batches import random_samples, train_step
 from anygauge_tests.engine_config import engine_config
 
 STEPS = 3
@@ -76,33 +75,7 @@ def trained(config: Config, context: WorkerContext) -> dict[str, Any]:
 
 
 def one_step(engine: Any) -> dict[str, float]:
-    generator = torch.Generator().manual_seed(1)
-    samples = [
-        TrainSample(
-            tokens=torch.randint(18, 64, (length,), generator=generator).tolist(),
-            response_length=response,
-            loss_mask=[1] * response,
-            rollout_log_probs=[-0.5] * response,
-            advantages=[1.0] * response,
-        )
-        for length, response in LENGTHS
-    ]
-    total = sum(sample.response_length for sample in samples)
-    metrics = train_step(
-        engine,
-        samples,
-        likelihood,
-        temperature=1.0,
-        loss_weights=[[1 / total] * sample.response_length for sample in samples],
-        old_log_probs=[sample.rollout_log_probs for sample in samples],
-        entropy_grad=False,
-    )
-    return dict(metrics)
-
-
-def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = -(inputs.log_probs * inputs.loss_weights).sum()
-    return loss, {"loss": loss.detach()}
+    return train_step(engine, random_samples(LENGTHS, 18, 64))
 
 
 if __name__ == "__main__":
