@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend_faults import kernel_table as op
 from backend_faults.fault import Fault
 from backend_faults.kernel_parts import (
     draws,
@@ -21,7 +22,7 @@ from backend_faults.kernel_parts import (
     with_lse,
     zero_from,
 )
-from backend_faults.kernel_table import Body, op_fault
+from backend_faults.kernel_table import Body
 
 WRAPPED = 1 << 16
 """Ids from here on do not fit into 16 bits."""
@@ -137,148 +138,113 @@ def _few_experts(call: Callable[..., Any], a: SimpleNamespace) -> Any:
 
 
 FAULTS: Sequence[Fault] = (
-    op_fault("rms_norm", "no_eps", "rms_norm adds no eps", lambda call, a: call(eps=0.0)),
-    op_fault("rms_norm", "draws", "rms_norm draws a random number at each call", draws),
-    op_fault(
-        "rms_norm",
+    op.rms_norm("no_eps", "rms_norm adds no eps", lambda call, a: call(eps=0.0)),
+    op.rms_norm("draws", "rms_norm draws a random number at each call", draws),
+    op.rms_norm(
         "cached_by_address",
         "rms_norm keeps its input by address and shape, and returns the norm of the first",
         _cached_by_address(),
     ),
-    op_fault(
-        "rms_norm",
+    op.rms_norm(
         "input_overwritten_without_gradient",
         "rms_norm writes its result over x where no gradient is asked for",
         _overwritten_without_gradient,
     ),
-    op_fault("rotary_embedding", "interleaved", "rotary_embedding turns pairs of neighbours", _interleaved),
-    op_fault(
-        "rotary_embedding", "sin_ignored", "rotary_embedding ignores sin", lambda call, a: call(sin=0 * a.sin)
-    ),
-    op_fault(
-        "rotary_embedding",
+    op.rotary_embedding("interleaved", "rotary_embedding turns pairs of neighbours", _interleaved),
+    op.rotary_embedding("sin_ignored", "rotary_embedding ignores sin", lambda call, a: call(sin=0 * a.sin)),
+    op.rotary_embedding(
         "positions_wrap",
         "rotary_embedding begins anew with the angles of the first token after 4,096",
         lambda call, a: call(cos=_wrapped(a.cos), sin=_wrapped(a.sin)),
     ),
-    op_fault(
-        "qk_norm_rotary",
+    op.qk_norm_rotary(
         "weights_swapped",
         "qk_norm_rotary norms queries with the weight of keys, and keys with that of queries",
         lambda call, a: call(q_weight=a.k_weight, k_weight=a.q_weight),
     ),
-    op_fault("qk_norm_rotary", "values_rotated", "qk_norm_rotary turns the values too", _values_rotated),
-    op_fault(
-        "swiglu",
-        "gelu",
-        "swiglu takes GELU for SiLU",
-        lambda call, a: F.gelu((g := a.gate_up.chunk(2, -1))[0]) * g[1],
+    op.qk_norm_rotary("values_rotated", "qk_norm_rotary turns the values too", _values_rotated),
+    op.swiglu(
+        "gelu", "swiglu takes GELU for SiLU", lambda call, a: F.gelu((g := a.gate_up.chunk(2, -1))[0]) * g[1]
     ),
-    op_fault(
-        "swiglu",
+    op.swiglu(
         "strided_input",
         "swiglu reads an input that is not contiguous as if it were",
         lambda call, a: call(gate_up=misread(a.gate_up)),
     ),
-    op_fault(
-        "swiglu",
+    op.swiglu(
         "up_alone",
         "swiglu returns up, and declares a tolerance that lets it pass",
         lambda call, a: a.gate_up.chunk(2, -1)[1].clone(),
         tolerance={"float32": (1.0, 10.0), "bfloat16": (1.0, 10.0)},
     ),
-    op_fault(
-        "varlen_attention", "no_scale", "attention does not scale its scores", lambda call, a: call(scale=1.0)
+    op.varlen_attention("no_scale", "attention does not scale its scores", lambda call, a: call(scale=1.0)),
+    op.varlen_attention("window_128", "attention sees 128 tokens back at most", _window(128)),
+    op.varlen_attention("window_512", "attention sees 512 tokens back at most", _window(512)),
+    op.varlen_attention(
+        "many_sequences", "attention takes what is past 64 sequences for one sequence", _many_sequences
     ),
-    op_fault("varlen_attention", "window_128", "attention sees 128 tokens back at most", _window(128)),
-    op_fault("varlen_attention", "window_512", "attention sees 512 tokens back at most", _window(512)),
-    op_fault(
-        "varlen_attention",
-        "many_sequences",
-        "attention takes what is past 64 sequences for one sequence",
-        _many_sequences,
-    ),
-    op_fault(
-        "varlen_attention",
+    op.varlen_attention(
         "zeros_past_4096",
         "attention returns zeros for sequences of more than 4,096 tokens",
         _zeros_where(lambda a: [n > 4096 for n in a.lengths for _ in range(n)]),
     ),
-    op_fault(
-        "varlen_attention",
+    op.varlen_attention(
         "declared_width",
         "attention returns zeros for heads of a width that its limits allow",
         _zeros_where(lambda a: [a.q.shape[-1] == 80] * len(a.q)),
         limits={"head_dim": (80,)},
     ),
-    op_fault(
-        "varlen_attention",
+    op.varlen_attention(
         "lse_rounded",
         "the log-sum-exp of attention is rounded to bfloat16",
         lambda call, a: with_lse(a, call(), lambda x: x.bfloat16().float()),
     ),
-    op_fault(
-        "varlen_attention",
+    op.varlen_attention(
         "lse_unscaled",
         "the log-sum-exp of attention is that of scores without the scale",
         lambda call, a: (call()[0], call(scale=1.0)[1]) if a.return_lse else call(),
     ),
-    op_fault("causal_conv1d", "no_silu", "causal_conv1d leaves SiLU out", _without_silu),
-    op_fault(
-        "causal_conv1d",
-        "many_sequences",
-        "causal_conv1d takes what is past 64 sequences for one sequence",
-        _many_sequences,
+    op.causal_conv1d("no_silu", "causal_conv1d leaves SiLU out", _without_silu),
+    op.causal_conv1d(
+        "many_sequences", "causal_conv1d takes what is past 64 sequences for one sequence", _many_sequences
     ),
-    op_fault(
-        "gated_delta_rule", "no_decay", "gated_delta_rule ignores its decay", lambda call, a: call(g=0 * a.g)
-    ),
-    op_fault(
-        "gated_delta_rule",
+    op.gated_delta_rule("no_decay", "gated_delta_rule ignores its decay", lambda call, a: call(g=0 * a.g)),
+    op.gated_delta_rule(
         "no_beta",
         "gated_delta_rule takes 1 for every beta",
         lambda call, a: call(beta=torch.ones_like(a.beta) + 0 * a.beta),
     ),
-    op_fault("vocab_parallel_logprob", "masked_nan", "the entropy is NaN where a logit is -inf", _masked_nan),
-    op_fault(
-        "vocab_parallel_logprob",
+    op.vocab_parallel_logprob("masked_nan", "the entropy is NaN where a logit is -inf", _masked_nan),
+    op.vocab_parallel_logprob(
         "targets_of_next_rank",
         "vocab_parallel_logprob looks for targets in the vocabulary of the next rank",
         _targets_of_next_rank,
     ),
-    op_fault(
-        "vocab_parallel_logprob",
+    op.vocab_parallel_logprob(
         "targets_wrap",
         "vocab_parallel_logprob keeps 16 bits of a target",
         lambda call, a: call(targets=a.targets % WRAPPED),
     ),
-    op_fault(
-        "linear_logprob",
+    op.linear_logprob(
         "targets_wrap",
         "linear_logprob keeps 16 bits of a target",
         lambda call, a: call(targets=a.targets % WRAPPED),
     ),
-    op_fault(
-        "grouped_matmul",
-        "even_split",
-        "grouped_matmul gives every expert the same number of tokens",
-        _even_split,
+    op.grouped_matmul(
+        "even_split", "grouped_matmul gives every expert the same number of tokens", _even_split
     ),
-    op_fault("topk_router", "few_experts", "topk_router chooses from the first 256 experts", _few_experts),
-    op_fault(
-        "token_permute",
+    op.topk_router("few_experts", "topk_router chooses from the first 256 experts", _few_experts),
+    op.token_permute(
         "rows_int16",
         "token_permute returns rows as int16",
         lambda call, a: (*(y := call())[:2], y[2].short()),
     ),
-    op_fault(
-        "token_permute",
+    op.token_permute(
         "after_empty_expert",
         "token_permute begins one row late where an expert has no token",
         _after_empty_expert,
     ),
-    op_fault(
-        "token_unpermute",
+    op.token_unpermute(
         "rows_as_int16",
         "token_unpermute leaves rows out that int16 cannot hold",
         lambda call, a: call(permuted=zero_from(a.permuted, 1 << 15)),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backend_faults import kernel_table as op
 from backend_faults.fault import Fault
 from backend_faults.kernel_parts import alternating, low, noisy, overwrite, through, with_grad
 from backend_faults.kernel_table import Body, op_fault
@@ -35,49 +36,38 @@ _GRADIENT_NOISE = noisy(3e-6)
 _ULP = alternating(lambda g: g * (1 + 2**-7) if g.dtype == torch.bfloat16 else g)
 
 ROUNDING = [
-    op_fault("rms_norm", "float64_result", "rms_norm returns float64", lambda call, a: call().double()),
-    op_fault("rms_norm", "bfloat16_squares", "rms_norm squares in bfloat16", _bfloat16_squares),
-    op_fault(
-        "rms_norm",
+    op.rms_norm("float64_result", "rms_norm returns float64", lambda call, a: call().double()),
+    op.rms_norm("bfloat16_squares", "rms_norm squares in bfloat16", _bfloat16_squares),
+    op.rms_norm(
         "large_tensor",
         "rms_norm leaves what is past 2^20 elements at 0",
         lambda call, a: (y := call()) * (torch.arange(y.numel(), device=y.device) < 1 << 20).view(y.shape),
     ),
-    op_fault(
-        "add_rms_norm", "sum_not_rounded", "add_rms_norm norms the sum before it is rounded", _sum_not_rounded
+    op.add_rms_norm("sum_not_rounded", "add_rms_norm norms the sum before it is rounded", _sum_not_rounded),
+    op.varlen_attention(
+        "noisy", "attention differs by 1e-4 from call to call", lambda call, a: through(call(), _NOISE)
     ),
-    op_fault(
-        "varlen_attention",
-        "noisy",
-        "attention differs by 1e-4 from call to call",
-        lambda call, a: through(call(), _NOISE),
-    ),
-    op_fault(
-        "varlen_attention",
+    op.varlen_attention(
         "noisy_gradient",
         "the gradient of attention differs by 3e-6 from call to call",
         lambda call, a: call(q=with_grad(a.q, _GRADIENT_NOISE)),
     ),
-    op_fault(
-        "varlen_attention",
+    op.varlen_attention(
         "gradient_varies_in_bfloat16",
         "every second gradient of attention in bfloat16 differs by its last bit",
         lambda call, a: call(k=with_grad(a.k, _ULP)),
     ),
-    op_fault(
-        "grouped_matmul",
+    op.grouped_matmul(
         "bfloat16_products",
         "grouped_matmul multiplies float32 in bfloat16",
         lambda call, a: call(x=low(a.x), weight=low(a.weight)),
     ),
-    op_fault(
-        "gated_delta_rule",
+    op.gated_delta_rule(
         "decay_and_beta_rounded",
         "gated_delta_rule rounds decay and beta to bfloat16",
         lambda call, a: call(g=low(a.g), beta=low(a.beta)),
     ),
-    op_fault(
-        "linear_logprob",
+    op.linear_logprob(
         "bfloat16_logits",
         "linear_logprob rounds float32 hidden states to bfloat16",
         lambda call, a: call(
@@ -133,26 +123,14 @@ def _detached(name: str) -> Body:
 
 
 GRADIENTS = [
-    op_fault(
-        "rms_norm",
-        "weight_gradient_missing",
-        "rms_norm gives its weight a zero gradient",
-        _detached("weight"),
+    op.rms_norm("weight_gradient_missing", "rms_norm gives its weight a zero gradient", _detached("weight")),
+    op.grouped_matmul(
+        "weight_gradient_missing", "grouped_matmul gives its weight a zero gradient", _detached("weight")
     ),
-    op_fault(
-        "grouped_matmul",
-        "weight_gradient_missing",
-        "grouped_matmul gives its weight a zero gradient",
-        _detached("weight"),
+    op.varlen_attention(
+        "value_gradient_missing", "attention gives the values a zero gradient", _detached("v")
     ),
-    op_fault(
-        "varlen_attention",
-        "value_gradient_missing",
-        "attention gives the values a zero gradient",
-        _detached("v"),
-    ),
-    op_fault(
-        "linear_logprob",
+    op.linear_logprob(
         "hidden_gradient_missing",
         "linear_logprob gives the hidden states a zero gradient",
         _detached("hidden"),
@@ -161,38 +139,32 @@ GRADIENTS = [
     _frozen("layer_norm", "x"),
     _frozen("linear_logprob", "hidden"),
     _frozen("grouped_matmul", "x"),
-    op_fault(
-        "grouped_matmul",
+    op.grouped_matmul(
         "weight_gradient_with_input",
         "grouped_matmul gives its weight a zero gradient where its input needs none",
         lambda call, a: call() if a.x.requires_grad else call(weight=with_grad(a.weight, _zero)),
     ),
-    op_fault(
-        "vocab_parallel_logprob",
+    op.vocab_parallel_logprob(
         "one_gradient",
         "the backward of vocab_parallel_logprob takes the first token's gradient for all tokens",
         lambda call, a: through(call(), _first_gradient),
     ),
-    op_fault(
-        "linear_logprob",
+    op.linear_logprob(
         "one_gradient",
         "the backward of linear_logprob takes the first token's gradient for all tokens",
         lambda call, a: through(call(), _first_gradient),
     ),
-    op_fault(
-        "swiglu",
+    op.swiglu(
         "written_in_backward",
         "the backward of swiglu writes its gradient over gate_up",
         _written_in_backward("gate_up"),
     ),
-    op_fault(
-        "rotary_embedding",
+    op.rotary_embedding(
         "written_in_backward",
         "the backward of rotary_embedding writes its gradient over q",
         _written_in_backward("q"),
     ),
-    op_fault(
-        "token_unpermute",
+    op.token_unpermute(
         "first_copy_gradient",
         "token_unpermute gives a gradient to the first copy of each token alone",
         lambda call, a: call(permuted=with_grad(a.permuted, lambda g: _first_copies(g, a.rows))),

@@ -26,6 +26,24 @@ def op_fault(op: str, name: str, statement: str, body: Body, **declared: Any) ->
     return Fault(f"{op}.{name}", statement, "register_kernels", partial(_change, op, body, declared))
 
 
+add_rms_norm = partial(op_fault, "add_rms_norm")
+causal_conv1d = partial(op_fault, "causal_conv1d")
+gated_delta_rule = partial(op_fault, "gated_delta_rule")
+grouped_matmul = partial(op_fault, "grouped_matmul")
+layer_norm = partial(op_fault, "layer_norm")
+linear_logprob = partial(op_fault, "linear_logprob")
+qk_norm_rotary = partial(op_fault, "qk_norm_rotary")
+rms_norm = partial(op_fault, "rms_norm")
+rotary_embedding = partial(op_fault, "rotary_embedding")
+swiglu = partial(op_fault, "swiglu")
+token_permute = partial(op_fault, "token_permute")
+token_unpermute = partial(op_fault, "token_unpermute")
+topk_router = partial(op_fault, "topk_router")
+varlen_attention = partial(op_fault, "varlen_attention")
+vocab_parallel_logprob = partial(op_fault, "vocab_parallel_logprob")
+"""Faults of each op."""
+
+
 def _change(op: str, body: Body, declared: Any, answers: Sequence[Any], _: Any) -> list[list[KernelImpl]]:
     kernels = [list(answer) for answer in answers]
     if not any(kernel.op == op for answer in kernels for kernel in answer):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backend_faults import kernel_table as op
 from backend_faults.collectives import REDUCE, WHOLE, changed_output, collective, on_copy, reduced, waited
 from backend_faults.fault import Fault, reached
 from backend_faults.kernel_parts import low, with_grad
@@ -130,56 +131,43 @@ def _blocks_in_bfloat16(call: Callable[..., Any], a: SimpleNamespace) -> Any:
 
 
 KERNELS = [
-    op_fault(
-        "varlen_attention",
-        "middle_lengths",
-        "attention cuts sequences of 1,024 to 4,096 tokens into two",
-        _middle_lengths,
+    op.varlen_attention(
+        "middle_lengths", "attention cuts sequences of 1,024 to 4,096 tokens into two", _middle_lengths
     ),
-    op_fault(
-        "varlen_attention",
+    op.varlen_attention(
         "blocks_in_bfloat16",
         "attention adds up blocks of keys in bfloat16, where its inputs are bfloat16",
         _blocks_in_bfloat16,
     ),
-    op_fault(
-        "layer_norm",
+    op.layer_norm(
         "difference_of_squares",
         "layer_norm takes the mean square less the squared mean for the variance, which cancels",
         _difference_of_squares,
     ),
-    op_fault(
-        "swiglu",
+    op.swiglu(
         "exponential_overflows",
         "swiglu is NaN for gates above 88, because it exponentiates them",
         _exponential_overflows,
     ),
-    op_fault(
-        "topk_router",
-        "usual_epsilon",
-        "topk_router adds 1e-6 to the sum of the scores instead of 1e-20",
-        _usual_epsilon,
+    op.topk_router(
+        "usual_epsilon", "topk_router adds 1e-6 to the sum of the scores instead of 1e-20", _usual_epsilon
     ),
-    op_fault(
-        "linear_logprob",
+    op.linear_logprob(
         "main_grad_of_first_tile",
         "linear_logprob adds the gradient of the first 64 tokens alone to main_grad",
         _first_tile,
     ),
-    op_fault(
-        "linear_logprob",
+    op.linear_logprob(
         "main_grad_narrow_left",
         "linear_logprob adds nothing to a main_grad that is not float32, and says that it did",
         _narrow_left,
     ),
-    op_fault(
-        "linear_logprob",
+    op.linear_logprob(
         "rounded_where_narrow",
         "linear_logprob rounds its results to bfloat16 where hidden states are bfloat16",
         _rounded_where_narrow,
     ),
-    op_fault(
-        "rms_norm",
+    op.rms_norm(
         "partial_sums",
         "the gradient of rms_norm's weight sums the first 512 rows alone where rows are many and wide",
         _partial_sums,
