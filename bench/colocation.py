@@ -19,9 +19,12 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from anygauge.config.load import LoadedConfig, load_config
 from anygauge.config.roles import Components
@@ -34,7 +37,7 @@ from anygauge.serving.engines import launch_engines, open_engines
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.generation import SampleMaker, open_maker
 from anygauge.trainer.plan import plan_steps, rollout_batch
-from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
+from anygauge_hooks.rl import Group, Prompt, SamplingParams
 from anygauge_hooks.serving import MemoryState
 from anygauge_tests.fake_engine.installed import install_fake_engine
 
@@ -65,18 +68,19 @@ class Actor(ActorWorker):
 class Ledger(ColocationScheduler):
     """Turns that write down what each order has cost and given."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
+    def __init__(self, workers: WorkerGroup, *, began: float) -> None:
         self._workers = workers
         self._phase: ColocationPhase = "start"
         super().__init__(self._noted("trainers", lambda state: workers.call("set_memory_state", state=state)))
+        self.note("trainers", "started", time.perf_counter() - began)
 
-    def join(self, engines: SetMemoryState, refresh: Any) -> None:
+    def join(self, engines: SetMemoryState, *others: Any) -> None:
         """Let the engines take part, and note what they hold from their start on."""
         self.note("servers", "started", 0.0)
-        super().join(self._noted("servers", engines), refresh)
+        super().join(self._noted("servers", engines), *others)
 
-    def take(self, phase: ColocationPhase) -> None:
-        """Take a turn, whose name goes before each of its orders."""
+    def enter(self, phase: ColocationPhase) -> None:
+        """Enter a phase, whose name goes before each of its orders."""
         self._phase = phase
         super().enter(phase)
 
@@ -96,6 +100,16 @@ class Ledger(ColocationScheduler):
         print(f"{self._phase:<9} {who:<9} {what:<11} {seconds:7.2f} s {used:9.2f} {own:9.2f}", flush=True)
 
 
+class Colocated(NamedTuple):
+    """Trainers and servers that share devices."""
+
+    loaded: LoadedConfig
+    workers: WorkerGroup
+    colocation: ColocationScheduler
+    engines: ColocatedEngines
+    maker: SampleMaker
+
+
 def load(arguments: argparse.Namespace, directory: Path) -> tuple[LoadedConfig, Plugins]:
     """Write a recipe, and read it for the backend."""
     keys: dict[str, Any] = {
@@ -113,7 +127,6 @@ def load(arguments: argparse.Namespace, directory: Path) -> tuple[LoadedConfig, 
         keys["rollout__max_batch_tokens"] = 65_536  # elsewhere a server takes what is free of the device
     if arguments.engine == "sglang":
         server = {"context_length": 2048, "max_running_requests": 64, "skip_server_warmup": True}
-        server |= {name: parsed(text) for name, text in (each.split("=", 1) for each in arguments.server)}
         keys |= {f"rollout__sglang.{name}": value for name, value in server.items()}
     plugins = load_plugins()
     backend = plugins.named("register_backends")[arguments.backend]
@@ -126,19 +139,8 @@ def load(arguments: argparse.Namespace, directory: Path) -> tuple[LoadedConfig, 
         options = {"vocab_size": 18, "lengths": "uniform:2:4"}
         sys.path.insert(0, str(install_fake_engine(directory / "plugin", [""], options)))
         plugins = load_plugins()
-    return load_config(path, backend=arguments.backend, plugins=plugins), plugins
-
-
-def parsed(text: str) -> Any:
-    """Return a server argument as TOML would have it: a switch, a number, or a word."""
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    given = [f"rollout.sglang.{each}" for each in arguments.server]
+    return load_config(path, given, backend=arguments.backend, plugins=plugins), plugins
 
 
 def prompts_of(loaded: LoadedConfig) -> list[Prompt]:
@@ -152,23 +154,27 @@ def prompts_of(loaded: LoadedConfig) -> list[Prompt]:
     ]
 
 
-def train(
-    workers: WorkerGroup, loaded: LoadedConfig, samples: list[list[Sample]], prompts: list[Prompt]
-) -> float:
+def train(workers: WorkerGroup, loaded: LoadedConfig, groups: Sequence[Group]) -> float:
     """Take an optimizer step, and return how far the trainer's log-probs are from the server's."""
-    rewarded = [[sample._replace(reward=float(n % 2)) for n, sample in enumerate(own)] for own in samples]
-    groups = [Group(prompt=p, samples=tuple(own)) for p, own in zip(prompts, rewarded, strict=True)]
+    rewarded = [
+        replace(group, samples=tuple(each._replace(reward=n % 2.0) for n, each in enumerate(group.samples)))
+        for group in groups
+    ]
     aggregation = loaded.config.algorithm.loss_aggregation
-    batches = plan_steps(rollout_batch(groups), 1, len(workers.workers), aggregation)
+    batches = plan_steps(rollout_batch(rewarded), 1, len(workers.workers), aggregation)
     metrics = workers.call("train", per_rank=[((own,), {}) for own in batches])[0][0]
     return float(metrics["current_rollout_logprob_abs_diff"])
 
 
-def run(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> float:
-    """Go through the turns, and return the largest difference between log-probs."""
+def start(
+    arguments: argparse.Namespace,
+    directory: Path,
+    stack: ExitStack,
+    schedule: Callable[[WorkerGroup], ColocationScheduler],
+) -> Colocated:
+    """Start trainers and servers, which end with the stack."""
     loaded, plugins = load(arguments, directory)
     config = loaded.config
-    started = time.perf_counter()
     workers = stack.enter_context(
         launch_workers(
             config,
@@ -177,43 +183,43 @@ def run(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> flo
             worker_class="colocation:Actor",
             role="actor",
             run_directory=directory,
-            options={"parts": PARTS},
+            options={"components": PARTS},
         )
     )
-    print(f"{'turn':<9} {'who':<9} {'holds':<11} {'':>7}   {'device':>9} {'trainer':>9}  GiB")
-    ledger = Ledger(workers)
-    ledger.note("trainers", "started", time.perf_counter() - started)
-    ledger.enter("start")
+    colocation = schedule(workers)
+    colocation.enter("start")
     rollouts = launch_engines(config, loaded.backend, plugins, PARTS, workers, directory)
     assert rollouts is not None
     stack.enter_context(rollouts)
-    engines = stack.enter_context(open_engines(config, plugins, PARTS, workers, rollouts, directory, ledger))
+    engines = stack.enter_context(
+        open_engines(config, plugins, PARTS, workers, rollouts, directory, colocation)
+    )
     assert isinstance(engines, ColocatedEngines)
     maker = open_maker(config, plugins, stack.enter_context(engines.generation_client()))
-    worst = 0.0
-    for version in range(1, ROUNDS + 1):
-        worst = max(worst, one_round(version, maker, ledger, workers, engines, loaded))
-    ledger.enter("save")
-    ledger.enter("generate")
+    return Colocated(loaded, workers, colocation, engines, maker)
+
+
+def run(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> float:
+    """Go through the turns, and return the largest difference between log-probs."""
+    print(f"{'turn':<9} {'who':<9} {'holds':<11} {'':>7}   {'device':>9} {'trainer':>9}  GiB")
+    colocated = start(arguments, directory, stack, partial(Ledger, began=time.perf_counter()))
+    worst = max(one_round(version, colocated) for version in range(1, ROUNDS + 1))
+    colocated.colocation.enter("save")
+    colocated.colocation.enter("generate")
     return worst
 
 
-def one_round(
-    version: int,
-    maker: SampleMaker,
-    ledger: Ledger,
-    workers: WorkerGroup,
-    engines: ColocatedEngines,
-    loaded: LoadedConfig,
-) -> float:
+def one_round(version: int, colocated: Colocated) -> float:
     """Generate, train and sync; return the difference between log-probs."""
+    loaded, workers, ledger, engines, maker = colocated
+    assert isinstance(ledger, Ledger)
     prompts, params = prompts_of(loaded), SamplingParams(max_new_tokens=loaded.config.rollout.max_new_tokens)
     seeds = [[1000 * version + 4 * n + i for i in range(4)] for n in range(len(prompts))]
-    samples = timed(ledger, "servers", "generated", lambda: maker.generate(prompts, params, seeds))
-    made_by = {each for own in samples for sample in own for each in sample.weight_versions}
+    groups = timed(ledger, "servers", "generated", lambda: maker.sample(prompts, params, seeds))
+    made_by = {each for group in groups for sample in group.samples for each in sample.weight_versions}
     assert made_by == {version - 1}, f"round {version} has tokens of versions {made_by}"
     ledger.enter("train")
-    difference = timed(ledger, "trainers", "trained", lambda: train(workers, loaded, samples, prompts))
+    difference = timed(ledger, "trainers", "trained", lambda: train(workers, loaded, groups))
     timed(ledger, "both", "synced", lambda: engines.sync(version))
     print(f"          log-probs differ by {difference:.2e} on average")
     return difference

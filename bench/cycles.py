@@ -22,13 +22,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
-from colocation import PARTS, SIZES, load, prompts_of, train
+from colocation import SIZES, prompts_of, start, train
 
-from anygauge.runtime.launch import launch_workers
-from anygauge.serving.colocated_engines import ColocatedEngines
 from anygauge.serving.colocation import ColocationScheduler
-from anygauge.serving.engines import launch_engines, open_engines
-from anygauge.trainer.generation import open_maker
 from anygauge_hooks.rl import SamplingParams
 
 MIB = 2**20
@@ -67,40 +63,20 @@ def cycles(
 
 def run(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> bool:
     """Return whether nothing has grown."""
-    loaded, plugins = load(arguments, directory)
-    config = loaded.config
-    workers = stack.enter_context(
-        launch_workers(
-            config,
-            loaded.backend,
-            plugins,
-            worker_class="colocation:Actor",
-            role="actor",
-            run_directory=directory,
-            options={"parts": PARTS},
-        )
+    loaded, workers, colocation, engines, maker = start(
+        arguments,
+        directory,
+        stack,
+        lambda workers: ColocationScheduler(lambda state: workers.call("set_memory_state", state=state)),
     )
-    colocation = ColocationScheduler(lambda state: workers.call("set_memory_state", state=state))
-    colocation.enter("start")
-    rollouts = launch_engines(config, loaded.backend, plugins, PARTS, workers, directory)
-    assert rollouts is not None
-    stack.enter_context(rollouts)
-    engines = stack.enter_context(
-        open_engines(config, plugins, PARTS, workers, rollouts, directory, colocation)
-    )
-    assert isinstance(engines, ColocatedEngines)
-    maker = open_maker(config, plugins, stack.enter_context(engines.generation_client()))
-    prompts = prompts_of(loaded)
-    params = SamplingParams(max_new_tokens=config.rollout.max_new_tokens)
-    groups = config.rollout.samples_per_prompt
+    prompts, rollout = prompts_of(loaded), loaded.config.rollout
+    params, count = SamplingParams(max_new_tokens=rollout.max_new_tokens), rollout.samples_per_prompt
 
     def cycle(number: int) -> float:
-        seeds = [
-            [number * 1000 + row * groups + each for each in range(groups)] for row in range(len(prompts))
-        ]
-        samples = maker.generate(prompts, params, seeds)
+        seeds = [[number * 1000 + row * count + each for each in range(count)] for row in range(len(prompts))]
+        groups = maker.sample(prompts, params, seeds)
         colocation.enter("train")
-        difference = train(workers, loaded, samples, prompts)
+        difference = train(workers, loaded, groups)
         engines.sync(number)
         return difference
 

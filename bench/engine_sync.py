@@ -585,7 +585,6 @@ def load(arguments: argparse.Namespace, directory: Path) -> tuple[Any, Any]:
         "load_format": "dummy",
         "disable_radix_cache": True,
     }
-    server |= {name: parsed(text) for name, text in (each.split("=", 1) for each in arguments.server)}
     keys: dict[str, Any] = {
         "placement__colocated": arguments.place == "shared",
         "placement__rollout_workers": 1,
@@ -600,17 +599,8 @@ def load(arguments: argparse.Namespace, directory: Path) -> tuple[Any, Any]:
     }
     path = tiny_recipe(directory, **keys)
     model_directory(directory / "model", arguments.size, dtype)
-    return load_config(path, backend=arguments.backend, plugins=plugins), plugins
-
-
-def parsed(text: str) -> Any:
-    """Return a server argument as TOML would have it: a switch, a number, or a word."""
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text
+    given = [f"rollout.sglang.{each}" for each in arguments.server]
+    return load_config(path, given, backend=arguments.backend, plugins=plugins), plugins
 
 
 @contextmanager
