@@ -12,17 +12,14 @@ demo's seeds do, or the policy has not learned.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "examples" / "arithmetic_grpo.toml"
-MAKE_INPUTS = ROOT / "examples" / "arithmetic" / "make_inputs.py"
+from demo import MAKE_INPUTS, RECIPE, ROOT, read_metrics
+
 PREPARED = """
 import runpy, sys
 from anygauge_cpu.env import declare_missing_operators
@@ -110,11 +107,6 @@ def run(name: str, keys: list[str], inputs: str, options: argparse.Namespace) ->
 
 def _run(words: list[str]) -> None:
     subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 if __name__ == "__main__":

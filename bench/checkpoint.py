@@ -13,21 +13,17 @@ one save in 20 steps and one resume would add more than the goal of 2 % to the d
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+
+from demo import MAKE_INPUTS, RECIPE, ROOT, read_metrics
 
 from anygauge.run_directory.checkpoint_reader import latest_checkpoint
 
-ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "examples" / "arithmetic_grpo.toml"
-MAKE_INPUTS = ROOT / "examples" / "arithmetic" / "make_inputs.py"
 INPUTS = ROOT / "runs" / "arithmetic-inputs-checkpoint"
 EVERY, GOAL = 20, 0.02
 DEMO_STEPS = 400
@@ -67,9 +63,7 @@ def run(name: str, steps: int, *arguments: str) -> float:
 def train(name: str, steps: int, every: str, extra: Sequence[str]) -> Outcome:
     """Run the demo and read how long its steps took."""
     run(name, steps, "--save.every", every, *extra)
-    rows: list[dict[str, Any]] = [
-        json.loads(line) for line in (ROOT / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = read_metrics(ROOT / "runs" / name / "metrics.jsonl")
     times = [row["perf/step_time"] for row in rows if "perf/step_time" in row]
     saves = [row["perf/save_time"] for row in rows if "perf/save_time" in row]
     return Outcome(tuple(times[SKIPPED:]), tuple(saves))

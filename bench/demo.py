@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class Outcome:
     overhead_ms: float
     peak_pss: int
     is_small: bool
-    phases_ms: Mapping[str, float]
+    phases: str
     difference: float
     """Between the log-probs of trainer and engine."""
 
@@ -133,16 +133,19 @@ def run_seed(seed: int, backend: str, extra: Sequence[str]) -> Outcome:
         overhead_ms=1e3 * statistics.median(map(outside_engines, steps)),
         peak_pss=peak,
         is_small=peak < PEAK_PSS or backend != "cpu",
-        phases_ms={name: 1e3 * value for name, value in phases(steps).items()},
+        phases=phases(steps),
         difference=statistics.fmean(row[DIFFERENCE] for row in rows if DIFFERENCE in row),
     )
 
 
-def phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median seconds of what a step consists of."""
+def phases(steps: Sequence[Mapping[str, float]]) -> str:
+    """Return the median milliseconds of what a step consists of, as a phrase."""
     names = [name for name in steps[-1] if name.startswith("perf/") and name.endswith("_time")]
     middle = {name: statistics.median(row.get(name, 0.0) for row in steps) for name in names}
-    return {name.removeprefix("perf/").removesuffix("_time"): value for name, value in middle.items()}
+    return ", ".join(
+        f"{name.removeprefix('perf/').removesuffix('_time')} {1e3 * value:.0f} ms"
+        for name, value in middle.items()
+    )
 
 
 def outside_engines(row: Mapping[str, float]) -> float:
@@ -156,21 +159,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def main() -> None:
+def main(description: str, header: str, run_seed: Callable[[int, str, Sequence[str]], Any]) -> None:
     """Run every seed and print the table."""
-    parser = argparse.ArgumentParser(description="the arithmetic demo with several seeds")
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--backend", default="cpu")
     arguments, extra = parser.parse_known_args()
     outcomes = [run_seed(seed, arguments.backend, extra) for seed in arguments.seeds]
-    print(HEADER)
+    print(header)
     for outcome in outcomes:
         print(outcome.row())
     for outcome in outcomes:
-        parts = ", ".join(f"{name} {value:.0f} ms" for name, value in outcome.phases_ms.items())
-        print(f"seed {outcome.seed}: {parts}; log-probs differ by {outcome.difference:.1e}")
+        print(f"seed {outcome.seed}: {outcome.phases}; log-probs differ by {outcome.difference:.1e}")
     sys.exit(not all(outcome.reached for outcome in outcomes))
 
 
 if __name__ == "__main__":
-    main()
+    main("the arithmetic demo with several seeds", HEADER, run_seed)

@@ -14,14 +14,13 @@ with swapped pictures, all within 8 minutes.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from demo import DIFFERENCE, ROOT, phases, read_metrics, run_measured
+from demo import DIFFERENCE, ROOT, main, phases, read_metrics, run_measured
 
 EXAMPLES = ROOT / "examples"
 BEFORE, AFTER, SWAPPED, WHOLE_S = 0.45, 0.7, 0.2, 480.0
@@ -102,25 +101,10 @@ def run_seed(seed: int, backend: str, extra: Sequence[str]) -> Outcome:
         seconds=(inputs_s, warm_s, train_s),
         step_ms=1e3 * statistics.median(row["perf/step_time"] for row in steps),
         peak_pss=max(peak, warm_peak),
-        phases=", ".join(f"{part} {1e3 * value:.0f} ms" for part, value in phases(steps).items()),
+        phases=phases(steps),
         difference=statistics.fmean(row[DIFFERENCE] for row in rows if DIFFERENCE in row),
     )
 
 
-def main() -> None:
-    """Run every seed and print the table."""
-    parser = argparse.ArgumentParser(description="the demo that sees with several seeds")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--backend", default="cpu")
-    arguments, extra = parser.parse_known_args()
-    outcomes = [run_seed(seed, arguments.backend, extra) for seed in arguments.seeds]
-    print(HEADER)
-    for outcome in outcomes:
-        print(outcome.row())
-    for outcome in outcomes:
-        print(f"seed {outcome.seed}: {outcome.phases}; log-probs differ by {outcome.difference:.1e}")
-    sys.exit(not all(outcome.reached for outcome in outcomes))
-
-
 if __name__ == "__main__":
-    main()
+    main("the demo that sees with several seeds", HEADER, run_seed)
