@@ -7,26 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from anygauge_hooks import hookimpl
-from anygauge_hooks.types import NamedFunction
 from anygauge_tests import vllm_engine
-from anygauge_tests.observer import Observer, run_with_observer
+from anygauge_tests.observer import Rewarding, run_with_observer
 from anygauge_tests.recipe import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("forked_actors")
 FOLDER = Path(vllm_engine.__file__).parent
-
-
-class Rewarding(Observer):
-    """An observer with a reward that differs among samples, so that each step changes the weights."""
-
-    @hookimpl
-    def register_reward_functions(self) -> list[NamedFunction]:
-        return [NamedFunction(name="digits", fn=digits, inline=True)]
-
-
-def digits(response: str) -> float:
-    return sum(character.isdigit() for character in response) / 4
 
 
 @pytest.fixture

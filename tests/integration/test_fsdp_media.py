@@ -14,23 +14,9 @@ from transformers import AutoModelForMultimodalLM, Qwen2_5_VLConfig
 
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import VISION_TOKENS, add_vision_tokens, tiny_qwen3_vl
-from anygauge_hooks import hookimpl
-from anygauge_hooks.types import NamedFunction
-from anygauge_tests.observer import Observer, run_with_observer
+from anygauge_tests.observer import Rewarding, run_with_observer
 
 STEPS = 2
-
-
-class Rewarding(Observer):
-    """An observer with a reward that differs among samples, so that each step changes the weights."""
-
-    @hookimpl
-    def register_reward_functions(self) -> list[NamedFunction]:
-        return [NamedFunction(name="digits", fn=digits, inline=True)]
-
-
-def digits(response: str) -> float:
-    return sum(character.isdigit() for character in response) / 4
 
 
 def write_model(directory: Path, family: str) -> None:

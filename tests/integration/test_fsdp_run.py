@@ -19,9 +19,8 @@ from transformers import (
 from anygauge.cli import main
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
-from anygauge_hooks import hookimpl
-from anygauge_hooks.types import NamedFunction
-from anygauge_tests.observer import Observer, run_with_observer
+from anygauge.testing.tiny import save_random
+from anygauge_tests.observer import Rewarding, run_with_observer
 from anygauge_tests.recipe import tiny_recipe
 
 STEPS = 3
@@ -64,22 +63,10 @@ def recipe(directory: Path, config: Any = PHI, **keys: Any) -> Path:
         **keys,
     )
     shutil.move(directory / "model", directory / "qwen3")
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "model")
+    save_random(AutoModelForCausalLM, config, directory / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(directory / "qwen3" / name, directory / "model" / name)
     return path
-
-
-class Rewarding(Observer):
-    """An observer with a reward that differs among samples, so that each step changes the weights."""
-
-    @hookimpl
-    def register_reward_functions(self) -> list[NamedFunction]:
-        return [NamedFunction(name="digits", fn=digits, inline=True)]
-
-
-def digits(response: str) -> float:
-    return sum(character.isdigit() for character in response) / 4
 
 
 @pytest.mark.usefixtures("forked_actors")

@@ -21,10 +21,8 @@ from anygauge.config import Config
 from anygauge.plugins import load_plugins
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
-from anygauge_hooks import hookimpl
-from anygauge_hooks.types import NamedFunction
 from anygauge_tests.batches import plan_samples, random_samples
-from anygauge_tests.observer import Observer, run_with_observer
+from anygauge_tests.observer import Rewarding, run_with_observer
 from anygauge_tests.recipe import tiny_recipe
 
 # peft 0.21.2 asks transformers 5.23.0 by an old name
@@ -55,18 +53,6 @@ def check_export(root: Path) -> None:
     for name, tensor in exported.items():
         torch.testing.assert_close(tensor, merged[name], rtol=0, atol=1e-6)
         assert tensor.equal(before[name]) == (not name.endswith("_proj.weight")), name
-
-
-class Rewarding(Observer):
-    """An observer with a reward that differs among samples, so that each step changes the weights."""
-
-    @hookimpl
-    def register_reward_functions(self) -> list[NamedFunction]:
-        return [NamedFunction(name="digits", fn=digits, inline=True)]
-
-
-def digits(response: str) -> float:
-    return sum(character.isdigit() for character in response) / 4
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])

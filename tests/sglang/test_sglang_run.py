@@ -14,27 +14,13 @@ import tomli_w
 import torch
 from safetensors.torch import save_file
 
-from anygauge_hooks import hookimpl
 from anygauge_hooks.rl import Group
-from anygauge_hooks.types import NamedFunction
-from anygauge_tests.observer import Observer, run_with_observer
+from anygauge_tests.observer import Observer, Rewarding, run_with_observer
 from anygauge_tests.recipe import tiny_recipe
 
 BENCH = Path(__file__).parents[2] / "bench" / "end_to_end.py"
 ROWS = ("apart-sync", "colocated-tp2")
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
-
-
-class Rewarding(Observer):
-    """An observer with a reward that differs among samples, so that each step changes the weights."""
-
-    @hookimpl
-    def register_reward_functions(self) -> list[NamedFunction]:
-        return [NamedFunction(name="digits", fn=digits, inline=True)]
-
-
-def digits(response: str) -> float:
-    return sum(character.isdigit() for character in response) / 4
 
 
 def run(directory: Path, **keys: Any) -> Observer:

@@ -10,9 +10,9 @@ from anygauge.plugins import load_plugins
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.rl import Group
-from anygauge_hooks.types import RunInfo
+from anygauge_hooks.types import NamedFunction, RunInfo
 
-__all__ = ["Observer", "run_with_observer"]
+__all__ = ["Observer", "Rewarding", "run_with_observer"]
 
 
 class Observer:
@@ -33,6 +33,19 @@ class Observer:
     def after_train_step(self, metrics: Mapping[str, float]) -> None:
         """Keep the metrics of a step."""
         self.metrics.append(metrics)
+
+
+class Rewarding(Observer):
+    """An observer with a reward that differs among samples, so that each step changes the weights."""
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        """Register the share of digits in a response of four tokens."""
+        return [NamedFunction(name="digits", fn=_digits, inline=True)]
+
+
+def _digits(response: str) -> float:
+    return sum(character.isdigit() for character in response) / 4
 
 
 def run_with_observer(recipe: Path, observer: Observer, keys: Mapping[str, object] = {}) -> RunInfo:

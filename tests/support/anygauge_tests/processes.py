@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import psutil
 
-__all__ = ["wait_until_ended"]
+__all__ = ["until", "wait_until_ended"]
+
+
+async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+    """Wait for something that another process does."""
+    ends = time.monotonic() + within_s
+    while not await asyncio.to_thread(holds):
+        assert time.monotonic() < ends, "it did not happen in time"
+        await asyncio.sleep(0.005)
 
 
 def wait_until_ended(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:

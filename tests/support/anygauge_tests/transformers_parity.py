@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForMultimodalLM
 
+from anygauge.engines.hf_directory import write_directory
 from anygauge.serving.embedded.engine import TransformersEngine
 from anygauge.serving.embedded.multimodal import MultimodalContext
 from anygauge.testing.tiny import tiny_tokenizer
@@ -133,6 +135,25 @@ class ParityPair:
             assert not set(each.response_tokens) & set(forbidden)
             wanted = part[-tokens - 1 : -1].gather(1, torch.tensor(each.response_tokens)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(each.log_probs), wanted, rtol=0, atol=1e-5)
+
+    def check_text(self) -> None:
+        """Compare logits and samples of the first sample, a text, in a model without towers."""
+        policy = build(self.path, self.context, ())
+        text = replace(self, policy=policy, samples=self.samples[:1])
+        with torch.no_grad():
+            torch.testing.assert_close(text.logits(), text.expected(), rtol=0, atol=1e-5)
+        text.check_sampling((), 3)
+
+    def check_export(self, directory: Path) -> None:
+        """Check that weights come out as they went in, and that transformers reads what is written."""
+        expected = load_file(self.path / "model.safetensors")
+        actual = dict(self.policy.weights())
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+        write_directory(directory, self.path, actual.items(), torch.float32)
+        read = AutoModelForMultimodalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        with torch.no_grad():
+            assert torch.equal(replace(self, reference=read).expected(), self.expected())
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the trainer's parameters, by name of the checkpoint."""

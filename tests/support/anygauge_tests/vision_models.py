@@ -19,6 +19,7 @@ __all__ = [
     "random_audio",
     "random_image",
     "random_video",
+    "reference_log_probs",
     "vision_sample",
     "write_vision_model",
 ]
@@ -156,3 +157,20 @@ def mixed_samples(hf: Mapping[str, Any], store: MediaStore) -> list[TrainSample]
         vision_sample(hf, [2, one, 4], 3, 3),
         vision_sample(hf, [1, wide, 2, tall, 5], 4, 4),
     ]
+
+
+def reference_log_probs(model: Any, hf: Any, sample: TrainSample, spec: Any, store: Any) -> torch.Tensor:
+    """Return the log-probs of a response by transformers, which counts positions and runs its own tower."""
+    ids = torch.tensor([sample.tokens])
+    given: dict[str, Any] = {}
+    if sample.media:
+        (tower,) = spec.media.towers(hf)
+        contents = [store.get(media.key) for media in sample.media]
+        given["pixel_values"] = tower.inputs(hf, contents, ids.device)["hidden_states"]
+        given["image_grid_thw"] = torch.tensor([media.grid for media in sample.media])
+        given["mm_token_type_ids"] = (ids == hf["image_token_id"]).int()
+    logits = model(input_ids=ids, **given).logits[0, -sample.response_length - 1 : -1]
+    logits = logits.index_fill(1, torch.tensor(spec.media.forbidden(hf)), -torch.inf)
+    answer = ids[0, -sample.response_length :]
+    log_probs: torch.Tensor = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+    return log_probs

@@ -26,7 +26,7 @@ from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
 from anygauge_tests.media import DictStore
-from anygauge_tests.vision_models import mixed_samples, vision_sample, write_vision_model
+from anygauge_tests.vision_models import mixed_samples, reference_log_probs, vision_sample, write_vision_model
 
 MakeEngine = Callable[..., Any]
 GRADIENTS: dict[str, float] = {
@@ -104,22 +104,6 @@ def make_engine(context: WorkerContext, plugins: Plugins, checkpoint: Path, stor
         return getattr(spec, kind)(config, replace(context, media=store))
 
     return make
-
-
-def reference_log_probs(model: Any, hf: Any, sample: TrainSample, spec: Any, store: DictStore) -> Tensor:
-    """Return what transformers says, which counts positions itself and runs its own tower."""
-    ids = torch.tensor([sample.tokens])
-    given: dict[str, Any] = {}
-    if sample.media:
-        (tower,) = spec.media.towers(hf)
-        contents = [store.get(media.key) for media in sample.media]
-        given["pixel_values"] = tower.inputs(hf, contents, ids.device)["hidden_states"]
-        given["image_grid_thw"] = torch.tensor([media.grid for media in sample.media])
-        given["mm_token_type_ids"] = (ids == hf["image_token_id"]).int()
-    logits = model(input_ids=ids, **given).logits[0, -sample.response_length - 1 : -1]
-    logits = logits.index_fill(1, torch.tensor(spec.media.forbidden(hf)), -torch.inf)
-    answer = ids[0, -sample.response_length :]
-    return logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
 
 
 @pytest.fixture(scope="module")

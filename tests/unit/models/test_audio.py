@@ -266,11 +266,7 @@ def test_the_embedded_engine_has_the_log_probabilities_of_the_trainer(both: Any)
 
 
 def test_without_media_it_is_a_model_of_text(both: Any) -> None:
-    policy = build(both.path, both.context, ())
-    text = replace(both, policy=policy, samples=both.samples[:1])
-    with torch.no_grad():
-        torch.testing.assert_close(text.logits(), text.expected(), rtol=0, atol=1e-5)
-    text.check_sampling((), 3)
+    both.check_text()
 
 
 @pytest.mark.parametrize(("kind", "first"), [("audio", 3), ("video", 4), ("image", 1)])
@@ -299,16 +295,7 @@ def test_the_embedded_engine_takes_what_the_trainer_gives(both: Any, prefix: str
 
 
 def test_weights_come_out_as_they_went_in_and_transformers_reads_them(both: Any, tmp_path: Path) -> None:
-    from anygauge.engines.hf_directory import write_directory
-
-    expected = load_file(both.path / "model.safetensors")
-    actual = dict(both.policy.weights())
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
-    write_directory(tmp_path / "out", both.path, actual.items(), torch.float32)
-    read = AutoModelForMultimodalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    with torch.no_grad():
-        assert torch.equal(replace(both, reference=read).expected(), both.expected())
+    both.check_export(tmp_path / "out")
 
 
 def test_a_published_directory_is_trained_and_sampled_from(both: Any, tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.serving import EngineAwayError
 from anygauge_tests.fake_engine import EOS, FakeServer, Options, expected
 from anygauge_tests.pauses import pause, resume
+from anygauge_tests.processes import until
 
 T = TypeVar("T")
 PROMPT = (5, 11, 2)
@@ -53,14 +53,6 @@ def request(name: str = "7-0-0", count: int = 1000, **params: Any) -> GenerateRe
 
 def endless(name: str = "endless") -> GenerateRequest:
     return request(name, FOREVER, ignore_eos=True)
-
-
-async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
-    """Wait for something that another process does."""
-    ends = time.monotonic() + within_s
-    while not await asyncio.to_thread(holds):
-        assert time.monotonic() < ends, "it did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 def has_tokens(server: FakeServer, count: int = 1) -> bool:

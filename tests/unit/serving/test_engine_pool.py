@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_tests.fake_engine import EOS, FakeServer, Options, expected
 from anygauge_tests.pauses import pause, pause_all, resume, resume_all
+from anygauge_tests.processes import until
 
 T = TypeVar("T")
 SEED = 7
@@ -106,13 +107,6 @@ def check(number: int, found: Generation) -> None:
     assert found.tokens == (*tokens[:-1], EOS)
     assert found.log_probs == log_probs
     assert found.finish_reason == "stop"
-
-
-async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
-    ends = time.monotonic() + within_s
-    while not await asyncio.to_thread(holds):
-        assert time.monotonic() < ends, "it did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 def loaded(pool: EnginePool, name: str) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,6 +20,7 @@ from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_tests.fake_engine import EOS, FakeServer, Options, expected
+from anygauge_tests.processes import until
 
 SEED = 7
 IDLE = [Load(0, 0)]
@@ -76,13 +76,6 @@ def check(number: int, found: Generation) -> None:
     tokens, log_probs = expected((5, number), SEED, "default", 0, len(found.tokens))
     assert found.tokens == (*tokens[:-1], EOS)
     assert found.log_probs == log_probs
-
-
-async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
-    ends = time.monotonic() + within_s
-    while not await asyncio.to_thread(holds):
-        assert time.monotonic() < ends, "it did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 def rooms(servers: list[FakeServer]) -> list[list[int]]:

@@ -50,6 +50,13 @@ class Interrupted(ScriptedEngine):
         return Generation(*(values[:cut] for values in said[:3]), "abort")  # type: ignore[arg-type]
 
 
+async def only_sample(producer: Any) -> Sample:
+    try:
+        return only(await producer.take(1, timeout_s=20))
+    finally:
+        await producer.close()
+
+
 @given(cuts=st.lists(st.integers(0, 8), max_size=5), budget=st.integers(1, 15))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_sample_goes_on_after_a_cut_at_any_token(
@@ -59,13 +66,7 @@ def test_a_sample_goes_on_after_a_cut_at_any_token(
     keys = {"samples_per_prompt": 1, "prompts_per_step": 1, "max_new_tokens": budget}
     producer = make_producer(engine, **keys)
 
-    async def steps() -> Sample:
-        try:
-            return only(await producer.take(1, timeout_s=20))
-        finally:
-            await producer.close()
-
-    sample = asyncio.run(steps())
+    sample = asyncio.run(only_sample(producer))
     length = min(budget, ENDLESS)
     assert sample.response_tokens == tuple(range(1, length + 1))
     assert sample.finish_reason == ("length" if budget < ENDLESS else "stop")
@@ -163,13 +164,7 @@ def test_a_stop_string_across_a_cut_ends_the_sample(
         Engine([cut]), samples_per_prompt=1, prompts_per_step=1, max_new_tokens=9, stop=("</c>",)
     )
 
-    async def steps() -> Sample:
-        try:
-            return only(await producer.take(1, timeout_s=20))
-        finally:
-            await producer.close()
-
-    sample = asyncio.run(steps())
+    sample = asyncio.run(only_sample(producer))
     assert (sample.text, sample.finish_reason) == ("xy</c>", "stop")
     assert len(sample.log_probs) == len(sample.weight_versions) == len(sample.response_tokens) == 6
 
