@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 from transformers import AutoModelForMultimodalLM, Qwen2_5_VLConfig
 
-from anygauge.testing.tiny import tiny_tokenizer
+from anygauge.testing.tiny import save_random, tiny_tokenizer
 from anygauge.testing.tiny_vision import VISION_TOKENS, add_vision_tokens, tiny_qwen3_vl
 from anygauge_tests.observer import Rewarding, run_with_observer
 
@@ -53,9 +52,8 @@ def write_model(directory: Path, family: str) -> None:
         "initializer_range": 0.2,
     }
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **dict(zip(names, ids, strict=True)))
-    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     tokenizer.save_pretrained(directory)
-    model.save_pretrained(directory)
+    save_random(AutoModelForMultimodalLM, config, directory)
     settings = {"patch_size": 8, "min_pixels": 16 * 16, "max_pixels": 48 * 48}
     (directory / "preprocessor_config.json").write_text(json.dumps(settings))
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from anygauge.config import Config
 from anygauge.hub import localized
-from anygauge.observability.token_texts import Decode, token_decoder, token_texts
 from anygauge_hooks import hookimpl
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import RunInfo
 
-__all__ = ["SAMPLES_FILE", "SampleRecorder", "is_recorded", "shorten"]
+__all__ = ["SAMPLES_FILE", "SampleRecorder", "is_recorded", "shorten", "token_texts"]
 
 SAMPLES_FILE = "samples.jsonl"
 """Name of the file in the run directory."""
@@ -29,6 +29,8 @@ MOST_TOKENS = 400
 
 _LONGEST = {"prompt": 1000, "response": 3000, "label": 300, "error": 1000, "raw_reward": 1000}
 """Characters that are kept of a text."""
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+Decode = Callable[[Sequence[int]], str]
 _log = logging.getLogger(__name__)
 
 
@@ -174,3 +176,36 @@ def shorten(value: Any, most: int) -> Any:
         return value
     half = most // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
+
+
+@cache
+def token_decoder(model: Path) -> Decode | None:
+    """Return the decoder of a model's ``tokenizer.json``; ``None`` where there is none that can be read.
+
+    :param model: Directory of the model.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    except Exception as error:  # noqa: BLE001 - foreign code: tokenizers raises nothing narrower
+        _log.info("samples are recorded without their tokens: %s", error)
+        return None
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def token_texts(tokens: Sequence[int], decode: Decode) -> list[str]:
+    """Return the text that each token adds.
+
+    A token is decoded behind the one before it, on which its leading space may depend. Tokens that end within
+    a character add nothing, and the one that ends it adds it.
+    """
+    texts: list[str] = []
+    start = end = 0
+    for index in range(len(tokens)):
+        before, now = decode(tokens[start:end]), decode(tokens[start : index + 1])
+        is_whole = len(now) > len(before) and not now.endswith(_INCOMPLETE)
+        texts.append(now[len(before) :] if is_whole else "")
+        if is_whole:
+            start, end = end, index + 1
+    return texts

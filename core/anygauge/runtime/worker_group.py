@@ -366,11 +366,9 @@ class WorkerGroup:
             self._ended = True
             self._transport.end(orderly=orderly)
 
-    def _lifecycle(
-        self, method: str, deadline: float, per_rank: Sequence[Arguments] | None = None, **same_for_all: Any
-    ) -> list[Any]:
+    def _lifecycle(self, method: str, deadline: float, **same_for_all: Any) -> list[Any]:
         timeout_s = max(0.0, deadline - time.monotonic())
-        return self._submit(method, per_rank, timeout_s, same_for_all, lifecycle=True).result()
+        return self._submit(method, None, timeout_s, same_for_all, lifecycle=True).result()
 
     def _submit(
         self,

@@ -16,8 +16,14 @@ from tokenizers.models import WordLevel
 
 from anygauge.config import Config
 from anygauge.observability.report import plugin
-from anygauge.observability.samples import MOST_TOKENS, SAMPLES_FILE, SampleRecorder, is_recorded, shorten
-from anygauge.observability.token_texts import token_texts
+from anygauge.observability.samples import (
+    MOST_TOKENS,
+    SAMPLES_FILE,
+    SampleRecorder,
+    is_recorded,
+    shorten,
+    token_texts,
+)
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import RunInfo
 

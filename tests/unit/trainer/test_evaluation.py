@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anygauge.config import Config
-from anygauge.config.schema.profile import Profile
+from anygauge.config.schema.run import Profile
 from anygauge.data.evaluation import eval_datasets
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.serving.colocation import ColocationScheduler

@@ -16,7 +16,6 @@ from anygauge.config.schema.evaluation import Eval, EvalDataset
 from anygauge.config.schema.media import Media
 from anygauge.config.schema.models import Critic, Model, Parallel, Reference, Teacher
 from anygauge.config.schema.placement import Cluster, Placement
-from anygauge.config.schema.profile import Profile
 from anygauge.config.schema.reward import Reward, RewardFunction, RewardPart
 from anygauge.config.schema.rollout import (
     POLICY,
@@ -26,7 +25,7 @@ from anygauge.config.schema.rollout import (
     RolloutGroup,
     WeightSync,
 )
-from anygauge.config.schema.run import Debug, Health, Hub, Run, Save
+from anygauge.config.schema.run import Debug, Health, Hub, Profile, Run, Save
 from anygauge.config.schema.section import DType, Section, path_alone
 from anygauge.config.schema.training import Algorithm, Lora, Train
 

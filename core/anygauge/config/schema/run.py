@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from anygauge.config.schema.section import Name, Positive, Seconds, Section
+from anygauge.config.schema.section import Name, NonNegative, Positive, Seconds, Section
 from anygauge.health.rules import RuleName
 
-__all__ = ["Debug", "Health", "Hub", "Run", "Save"]
+__all__ = ["Debug", "Health", "Hub", "Profile", "Run", "Save"]
 
 Limit = Annotated[float, Field(gt=0)]
 
@@ -117,3 +117,18 @@ class Health(Section):
     limits: dict[RuleName, Annotated[float, Field(ge=0)] | None] = {}
     """Limits of other rules, where those of docs/health.md do not fit: ``{truncation = 0.8}``; ``None`` turns
     a rule off."""
+
+
+class Profile(Section):
+    """Profiles of some steps, and the timeline of the whole run."""
+
+    steps: tuple[Positive, ...] = ()
+    """Steps to record a profile of, such as ``[3, 20]``; the first step of a run is 1."""
+    kind: str = "torch"
+    """``torch`` (operators and kernels), the name of the rollout engine if its servers can be profiled
+    (``sglang``), or a kind of the backend: ``memory`` (history of allocations) on ``cuda`` and ``npu``,
+    ``npu`` (Ascend's profiler) on ``npu``."""
+    ranks: tuple[NonNegative, ...] = ()
+    """Workers, or servers, to record; ``[]`` records all. Profiles are large: of many ranks, take a few."""
+    timeline: bool = True
+    """Write ``timeline.json``: what each process and each server did when."""

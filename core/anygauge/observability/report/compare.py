@@ -28,13 +28,12 @@ _MOMENTARY = ("command", "memory")
 """Facts that say nothing of a difference between runs: the configs tell what the command line changed."""
 
 
-def render_comparison(runs: Sequence[RunFiles], now: datetime | None = None) -> str:
+def render_comparison(runs: Sequence[RunFiles]) -> str:
     """Return the page that compares runs; each has its color.
 
     :param runs: Two or more.
-    :param now: Time of creation; default: now.
     """
-    created_at, names = now or datetime.now(UTC), _names(runs)
+    created_at, names = datetime.now(UTC), _names(runs)
     series = [
         {_key(index, name): each for name, each in run.metrics.series.items()}
         for index, run in enumerate(runs)

@@ -54,13 +54,12 @@ LIVE_S = 30
 """Seconds after which the page of a running run reloads itself."""
 
 
-def render_page(files: RunFiles, now: datetime | None = None, *, is_rewritten: bool = True) -> str:
+def render_page(files: RunFiles, *, is_rewritten: bool = True) -> str:
     """Return the page of a run.
 
-    :param now: Time of creation; default: now.
     :param is_rewritten: Whether a running run writes the page again, unless its config says otherwise.
     """
-    created_at = now or datetime.now(UTC)
+    created_at = datetime.now(UTC)
     steps = sample_steps(files.samples)
     tokens = {
         f"{step.step}/{index}": [list(each) for each in zip(*sample.tokens, strict=True)]
