@@ -33,9 +33,10 @@ from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge.trainer.estimate import estimate
 from anygauge.trainer.plan import plan_steps, rollout_batch
-from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rl import Group, Prompt, SamplingParams
 from anygauge_hooks.types import NamedFunction
+from anygauge_tests.batches import likelihood
 from anygauge_tests.embedded import sample_all
 from anygauge_tests.engine_config import engine_config
 
@@ -75,12 +76,6 @@ def alternate(runs: int, repeats: int, **steps: Callable[[], object]) -> dict[st
         for name, step in steps.items():
             times[name].append(sum(seconds(step) for _ in range(repeats)) / repeats)
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the negative mean log-probability."""
-    loss = -(inputs.log_probs * inputs.loss_weights).sum()
-    return loss, {"loss": loss.detach()}
 
 
 def plain_train_step(

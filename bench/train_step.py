@@ -181,8 +181,8 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
 
     from anygauge.engines.megatron.prepare import prepare_megatron
     from anygauge.plugins import load_plugins
-    from anygauge_hooks.engines import LossInputs, WorkerContext
-    from anygauge_tests.batches import TrainSample, make_batch
+    from anygauge_hooks.engines import WorkerContext
+    from anygauge_tests.batches import TrainSample, likelihood, make_batch
     from anygauge_tests.engine_config import engine_config
 
     plugins = load_plugins()
@@ -213,10 +213,6 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     else:
         samples = [sample_of(TrainSample, row, prompt=args.prompt) for row in token_rows(args)]
     count = sum(sum(sample.loss_mask) for sample in samples)
-
-    def likelihood(inputs: LossInputs) -> tuple[Any, dict[str, Any]]:
-        loss = -(inputs.log_probs * inputs.loss_weights).sum()
-        return loss, {"loss": loss.detach()}
 
     batch = make_batch(
         samples, loss_weights=torch.tensor([each / count for s in samples for each in s.loss_mask])
