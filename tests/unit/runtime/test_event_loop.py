@@ -11,13 +11,14 @@ from anygauge.runtime.event_loop import EventLoop
 from anygauge_hooks.errors import DeadlineError
 
 
-def test_a_coroutine_runs_in_a_thread_of_its_own_and_returns() -> None:
+def test_a_coroutine_or_function_runs_in_a_thread_of_its_own_and_returns() -> None:
     async def name() -> str:
         return threading.current_thread().name
 
     with EventLoop() as loop:
         assert loop.run(name()) == "rollout"
         assert loop.start(name()).result(10) == "rollout"
+        assert loop.call(lambda: threading.current_thread().name) == "rollout"
 
 
 def test_a_missed_deadline_cancels_what_it_waited_for_and_names_it() -> None:
