@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from anygauge.config.modalities import TOWERS
 from anygauge.data.batch import ranges
 from anygauge.device import on_device
-from anygauge_hooks.errors import ConfigError, MediaMismatchError
+from anygauge_hooks.errors import MediaMismatchError
 from anygauge_hooks.media import Content, Media, MediaKind, MediaSpec, MediaStore, TowerSpec
 
 __all__ = [
@@ -124,16 +124,10 @@ def freeze(model: nn.Module, parts: Collection[str], towers: Sequence[TowerSpec]
     """Freeze parts of a model.
 
     :param parts: Those of ``train.freeze``.
-    :raises ConfigError: Nothing is left that learns.
     """
     frozen = [
         tower for tower in towers if any(tower.kinds & TOWERS[part] for part in TOWERS if part in parts)
     ]
-    if "language" in parts and len(frozen) == len(towers):
-        raise ConfigError(
-            f"train.freeze = {sorted(parts)} leaves nothing to train.",
-            hint="Leave one of vision, audio and language out of it, or name its media in model.modalities.",
-        )
     names, frozen_names = (set().union(*map(module_names, each)) for each in (towers, frozen))
     for name, parameter in model.named_parameters():
         owners = names.intersection(name.split("."))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from anygauge.config import Config
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_family, tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
@@ -17,6 +18,7 @@ from anygauge_hooks.errors import ConfigError
 from anygauge_tests import batches
 from anygauge_tests.engine_config import engine_config
 
+MakeConfig = Callable[..., Config]
 MakeEngine = Callable[..., Any]
 ENGINES = ("fsdp", "megatron")
 SAMPLES = [batches.sample_of([(7 * place + length) % 40 for place in range(length)], 4) for length in (9, 14)]
@@ -29,12 +31,20 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, plugins: Plugins) -> P
 
 
 @pytest.fixture
-def make_engine(context: WorkerContext, plugins: Plugins, model: Path) -> MakeEngine:
-    def make(engine: str, *freeze: str, kind: str = "make", **train: Any) -> Any:
-        config = engine_config(
+def make_config(model: Path) -> MakeConfig:
+    def make(engine: str, *freeze: str, **train: Any) -> Config:
+        return engine_config(
             model, train={"engine": engine, "lr": 0.01, "clip_grad": 0.0, "freeze": freeze, **train}
         )
-        return getattr(plugins.get("register_train_engines", engine), kind)(config, context)
+
+    return make
+
+
+@pytest.fixture
+def make_engine(context: WorkerContext, plugins: Plugins, make_config: MakeConfig) -> MakeEngine:
+    def make(engine: str, *freeze: str, kind: str = "make", **train: Any) -> Any:
+        spec = plugins.get("register_train_engines", engine)
+        return getattr(spec, kind)(make_config(engine, *freeze, **train), context)
 
     return make
 
@@ -84,6 +94,14 @@ def test_nothing_left_to_train_is_refused(make_engine: MakeEngine, name: str) ->
         make_engine(name, ".*")
     with pytest.raises(ConfigError, match="leaves nothing to train"):
         make_engine(name, "language")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("model", ["glm4_moe"], indirect=True)
+def test_the_bias_of_a_router_is_not_trained(make_engine: MakeEngine, name: str) -> None:
+    """No gradient changes it, so nothing is left to train beside it."""
+    with pytest.raises(ConfigError, match="leaves nothing to train"):
+        make_engine(name, r".*\.(weight|bias)")
 
 
 def test_a_part_of_a_fused_weight_is_refused(make_engine: MakeEngine) -> None:

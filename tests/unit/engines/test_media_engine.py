@@ -175,11 +175,18 @@ def test_frozen_parts_have_no_gradients(
     assert any(name.startswith(learning) for name in changed)
 
 
-def test_nothing_to_train_is_refused(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize(
+    ("modalities", "freeze"),
+    [
+        (("image",), ["vision", "language"]),
+        (("image",), ["vision", r"(?!.*visual\.).*"]),
+        (("image",), ["language", r".*visual\..*"]),
+        ((), ["language"]),
+    ],
+)
+def test_nothing_to_train_is_refused(make_engine: MakeEngine, modalities: Any, freeze: list[str]) -> None:
     with pytest.raises(ConfigError, match="leaves nothing to train"):
-        make_engine(freeze=["vision", "language"])
-    with pytest.raises(ConfigError, match="leaves nothing to train"):
-        make_engine(modalities=(), freeze=["language"])
+        make_engine(modalities=modalities, freeze=freeze)
 
 
 def test_a_run_of_text_has_no_tower(make_engine: MakeEngine, mixed: list[TrainSample]) -> None:

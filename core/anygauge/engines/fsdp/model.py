@@ -24,7 +24,7 @@ from anygauge.config import Config
 from anygauge.config.modalities import modalities, weight_expressions
 from anygauge.engines.base import torch_dtype
 from anygauge.engines.forbidden import logprob_without, top_k_without
-from anygauge.engines.freezing import frozen_tensors
+from anygauge.engines.freezing import check_learns, frozen_tensors
 from anygauge.engines.fsdp.attention import register_attention
 from anygauge.engines.fsdp.layers import TableLayers, find_table_layers
 from anygauge.engines.fsdp.lora import Adapters, add_adapters
@@ -295,6 +295,8 @@ def build_model(
     root.unused = [f"^{re.escape(prefix)}" for prefix in unused]
     if trains and (expressions := weight_expressions(config)):
         _freeze_weights(root, expressions, config.model.path)
+    if trains and config.train.freeze:
+        check_learns(config.train.freeze, root.parameters())
     if config.train.recompute == "full" and trains:
         for layer in root.blocks:
             _recompute(layer)

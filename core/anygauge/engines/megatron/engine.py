@@ -94,7 +94,7 @@ class MegatronEngine(BaseEngine):
     def _role_weights(self) -> BaseRoles:
         adapters = self.policy.adapters
         owned = {id(parameter) for name, parameter in self.policy.tensors.items() if adapters.owns(name)}
-        parameters = [each for chunk in self.policy.chunks for each in chunk.parameters()]
+        parameters = self.policy.parameters
         base = [each for each in parameters if id(each) not in owned]
         weights = self._role([*base, *self._biases])
         trained: RoleWeights | None = weights

@@ -25,7 +25,7 @@ from anygauge.distributed.all_gather import all_gather_values
 from anygauge.distributed.layout import Layout
 from anygauge.engines.agreement import on_every_rank
 from anygauge.engines.dequantize import open_unquantized
-from anygauge.engines.freezing import frozen_tensors
+from anygauge.engines.freezing import check_learns, frozen_tensors
 from anygauge.engines.hf_directory import read_config
 from anygauge.engines.lora.layers import log_frozen_experts
 from anygauge.engines.media import freeze
@@ -121,6 +121,11 @@ class Policy:
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers, by canonical name."""
         return canonical_tensors(self.chunks, self.position.expert_rank)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters; stacked experts are one."""
+        return [each for chunk in self.chunks for each in chunk.parameters()]
 
     @property
     def all_rules(self) -> tuple[TensorRule, ...]:
@@ -299,6 +304,8 @@ def build_policy(
         freeze(chunk, config.train.freeze, _towers(spec, hf))
     if expressions := weight_expressions(config):
         _freeze_weights(policy, expressions, is_critic=is_critic)
+    if config.train.freeze:
+        check_learns(config.train.freeze, policy.parameters)
     if config.train.lora.is_on:
         policy = _with_adapters(policy, config)
     _mark_split(policy.tensors, policy.all_rules)
@@ -342,8 +349,8 @@ def _freeze_weights(policy: Policy, expressions: Collection[str], *, is_critic: 
     for rule in policy.rules:
         names.setdefault(_stack(rule), []).extend(rule.hf)
     frozen = set(frozen_tensors(expressions, names, may_lack=is_critic))
-    tensors, parameters = policy.tensors, [each for chunk in policy.chunks for each in chunk.parameters()]
-    owners = {parameter.untyped_storage().data_ptr(): parameter for parameter in parameters}
+    tensors = policy.tensors
+    owners = {parameter.untyped_storage().data_ptr(): parameter for parameter in policy.parameters}
     for rule in policy.rules:
         if rule.canonical in tensors and _stack(rule) in frozen:
             owner = owners.get(tensors[rule.canonical].untyped_storage().data_ptr())
