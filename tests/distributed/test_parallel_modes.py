@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from anygauge.engines.checkpoint_files import open_pieces
 from anygauge.engines.megatron.weights.mapping import is_embedding
@@ -61,6 +62,17 @@ EXPERT_MODES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2-pp2": (4, {"pipeline": 2, "expert": 2}, {}),
     "ep2-vpp2-overlap": (4, {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, OVERLAP),
 }
+FIRST = [r"model\.embed_tokens\..*", r"model\.layers\.[01]\..*"]
+"""All weights of the first of two pipeline stages."""
+FROZEN_MODES: dict[str, tuple[str, int, dict[str, Any], list[str], str]] = {
+    "tp2-selective": ("untied", 2, {"tensor": 2, "sequence": False}, FIRST, "selective"),
+    "tp2-sp-full": ("untied", 2, {"tensor": 2}, FIRST, "full"),
+    "tied-tp2": ("tied", 2, {"tensor": 2}, [r".*embed_tokens.*", r".*\.[13]\.self_attn\..*"], "full"),
+    "pp2-full": ("untied", 2, {"pipeline": 2}, FIRST, "full"),
+    "ep2-selective": ("experts", 2, {"expert": 2}, [r".*\.experts\..*"], "selective"),
+    "ep2-tp2-full": ("experts", 4, {"expert": 2, "tensor": 2}, [*FIRST, r".*\.3\.mlp\..*"], "full"),
+}
+"""The model, ranks, layout, ``train.freeze`` and ``train.recompute``."""
 DENSE = {
     "tied": ("qwen3", {"tie_word_embeddings": True}),
     "untied": ("qwen3", {"tie_word_embeddings": False}),
@@ -288,6 +300,21 @@ def test_divided_experts_train_like_whole_ones(crew: Any, make_model: Any, alone
     found = train_model(crew, make_model, "experts", world, parallel=parallel, train=train)
     assert_same(found, alone("experts"))
     assert_divided(found, alone("experts"), parallel, train)
+
+
+@pytest.mark.parametrize("mode", FROZEN_MODES)
+def test_frozen_weights_stay_as_they_are(crew: Any, make_model: Any, alone: Any, mode: str) -> None:
+    """The others train as in one process that recomputes nothing."""
+    model, world, parallel, freeze, recompute = FROZEN_MODES[mode]
+    train = {"freeze": freeze, "recompute": recompute}
+    found = train_model(crew, make_model, model, world, parallel=parallel, train=train)
+    assert_same(found, alone(model, {"freeze": freeze}))
+    assert_divided(found, alone(model), parallel, train)
+    family, changes = MODELS[model]
+    directory = make_model(family, vocab_size=VOCAB, num_hidden_layers=4, **changes)
+    before = load_file(directory / "model.safetensors")
+    for name, weight in found[0]["weights"].items():
+        assert weight.equal(before[name]) == any(re.fullmatch(each, name) for each in freeze), name
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from anygauge.config import Config
@@ -119,3 +121,21 @@ def test_some_experts_of_a_layer_are_refused(make_engine: MakeEngine, name: str)
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_critic_has_no_output_layer_to_freeze(make_engine: MakeEngine, name: str) -> None:
     make_engine(name, r"lm_head\.weight", kind="make_critic")
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_the_same_weights_are_frozen_on_the_meta_device(
+    make_config: MakeConfig, context: WorkerContext
+) -> None:
+    """No tensor has an address there."""
+    from anygauge.engines.megatron.model import build_policy, initialize_parallel
+    from anygauge.engines.megatron.scope import make_scope
+
+    config = make_config("megatron", r".*layers\.1\.mlp\.experts\..*")
+    on_meta: Any = SimpleNamespace(torch_device=torch.device("meta"))
+    with make_scope(context.device):
+        initialize_parallel(seed=0, timeout_s=60)
+        with torch.device("meta"):
+            policy = build_policy(config, context.plugins, context.backend, on_meta, load=False)
+    frozen = {name for name, each in policy.chunks[0].named_parameters() if not each.requires_grad}
+    assert frozen == {f"decoder.layers.1.mlp.experts.linear_fc{number}.weight" for number in (1, 2)}

@@ -350,10 +350,11 @@ def _freeze_weights(policy: Policy, expressions: Collection[str], *, is_critic: 
         names.setdefault(_stack(rule), []).extend(rule.hf)
     frozen = set(frozen_tensors(expressions, names, may_lack=is_critic))
     tensors = policy.tensors
-    owners = {parameter.untyped_storage().data_ptr(): parameter for parameter in policy.parameters}
+    # by storage and not by address, which is 0 for all on the meta device
+    owners = {parameter.untyped_storage(): parameter for parameter in policy.parameters}
     for rule in policy.rules:
         if rule.canonical in tensors and _stack(rule) in frozen:
-            owner = owners.get(tensors[rule.canonical].untyped_storage().data_ptr())
+            owner = owners.get(tensors[rule.canonical].untyped_storage())
             if owner is not None:  # a buffer has none
                 owner.requires_grad_(False)
     _let_recomputed_learn(policy)
