@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from anygauge.planning.memory import GIB
+from anygauge.planning.memory import GIB, is_cache_bounded
 from anygauge.planning.plan import Plan
 from anygauge_hooks.errors import DoesNotFitError
 
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FULL", "check_fit", "plan_warnings"]
 
+_TURNS = (
+    'Let them sleep in turns (placement.offload = "auto", which needs rollout.schedule = "sync"), or give '
+    "the servers devices of their own."
+)
 FULL = 0.94
 """Part of a device above which a run probably fails: torch's allocator leaves gaps between blocks."""
 
@@ -21,7 +25,8 @@ FULL = 0.94
 def check_fit(config: Config, plan: Plan) -> None:
     """Raise why a run cannot fit, whatever its samples are like.
 
-    :raises DoesNotFitError: Weights, gradients and optimizer, or a server's weights, need more than a device.
+    :raises DoesNotFitError: Weights, gradients and optimizer, or a server's weights, need more than a device;
+        or both together, where they share it and never sleep.
     """
     limit = plan.assumptions.device_bytes
     if limit is None:
@@ -39,6 +44,19 @@ def check_fit(config: Config, plan: Plan) -> None:
             f"a server, which has {limit / GIB:.1f} GiB.",
             hint="Raise tp_size in [rollout.sglang].",
         )
+    if _never_sleep(config, plan) and plan.train.state + weights > limit:
+        raise DoesNotFitError(
+            f"Trainers take {plan.train.state / GIB:.1f} GiB and the weights of a server "
+            f"{weights / GIB:.1f} GiB on each device that they share, which has {limit / GIB:.1f} GiB. "
+            'With placement.offload = "never" both stay awake.',
+            hint=_TURNS,
+        )
+
+
+def _never_sleep(config: Config, plan: Plan) -> bool:
+    """Return whether trainers and servers share devices and are always awake."""
+    is_never = config.placement.offload == "never"
+    return is_never and plan.layout.is_colocated and plan.layout.trains and bool(plan.servers)
 
 
 def _smaller_state(config: Config, plan: Plan) -> str:
@@ -53,7 +71,13 @@ def _smaller_state(config: Config, plan: Plan) -> str:
 def plan_warnings(config: Config, plan: Plan) -> Iterator[str]:
     """Yield what probably fails or wastes time."""
     limit, needed = plan.assumptions.device_bytes, plan.needed
-    if limit is not None and needed > FULL * limit:
+    if limit is not None and plan.spare is not None and plan.spare < 0 and _never_sleep(config, plan):
+        yield (
+            f"trainers and servers never sleep (placement.offload), and lack {-plan.spare / GIB:.1f} GiB of "
+            f"{limit / GIB:.1f} GiB, a tenth of which stays free: they probably run out of memory. "
+            f"{_less_memory_awake(config, plan)}"
+        )
+    elif limit is not None and needed > FULL * limit:
         phase = max(plan.phases, key=lambda name: sum(plan.phases[name]))
         yield (
             f"{phase} needs {needed / GIB:.1f} GiB of {limit / GIB:.1f} GiB: it probably runs out of memory. "
@@ -78,6 +102,15 @@ def plan_warnings(config: Config, plan: Plan) -> Iterator[str]:
             f"{count} micro-batches for {stages} pipeline stages leave each stage idle for {idle:.0%} of the "
             "time; lower train.micro_batch_tokens or train.optimizer_steps"
         )
+
+
+def _less_memory_awake(config: Config, plan: Plan) -> str:
+    if is_cache_bounded(config) or any(group.static_part for group in plan.layout.servers):
+        return f"Lower the limit of the KV cache, or train.micro_batch_tokens. {_TURNS}"
+    return (
+        "Nothing bounds the KV cache of the servers: set rollout.max_batch_tokens, or mem_fraction_static in "
+        f"[rollout.sglang]. {_TURNS}"
+    )
 
 
 def _less_memory(config: Config, plan: Plan) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "PROCESS",
     "ServerMemory",
     "TrainMemory",
+    "is_cache_bounded",
     "itemsize",
     "phases",
     "server_memory",
@@ -340,8 +341,12 @@ def _cache_tokens(config: Config, batches: Batches, in_flight: int, *, is_embedd
     longest = in_flight * batches.sample_tokens
     if is_embedded:
         return float(min(config.rollout.max_batch_tokens, longest))
-    is_bounded = "max_batch_tokens" in config.rollout.model_fields_set
-    return float(config.rollout.max_batch_tokens) if is_bounded else 0.0
+    return float(config.rollout.max_batch_tokens) if is_cache_bounded(config) else 0.0
+
+
+def is_cache_bounded(config: Config) -> bool:
+    """Return whether the config bounds the tokens of a server's cache."""
+    return "max_batch_tokens" in config.rollout.model_fields_set
 
 
 def spare_when_both_awake(

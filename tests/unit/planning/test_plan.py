@@ -649,6 +649,33 @@ def test_what_probably_fails_is_a_warning() -> None:
     assert not list(plan_warnings(*plan_of(DENSE, gib=None)))
 
 
+def test_trainers_and_servers_that_never_sleep_and_do_not_fit_are_a_warning() -> None:
+    def warnings(offload: str = "never", gib: float = 160, **rollout: Any) -> list[str]:
+        placement = {"rollout_workers": 1, "colocated": True, "offload": offload}
+        served = {"engine": "sglang", "max_new_tokens": 512, **rollout}
+        return [*plan_warnings(*plan_of(DENSE, gib=gib, rollout=served, placement=placement))]
+
+    (unbounded,) = warnings()
+    assert "never sleep (placement.offload), and lack " in unbounded
+    assert "Nothing bounds the KV cache of the servers: set rollout.max_batch_tokens" in unbounded
+    for limit in ({"max_batch_tokens": 800_000}, {"sglang": {"mem_fraction_static": 0.6}}):
+        (too_many,) = warnings(**limit)
+        assert "Lower the limit of the KV cache" in too_many
+    assert warnings(max_batch_tokens=32_768) == []
+    assert warnings("auto") == []
+
+
+def test_trainers_and_servers_that_never_sleep_and_cannot_fit_are_an_error() -> None:
+    def plan(offload: str) -> tuple[Config, Plan]:
+        placement = {"rollout_workers": 1, "colocated": True, "offload": offload}
+        return plan_of(DENSE, gib=64, rollout=SERVED, placement=placement)
+
+    told = r"59\.9 GiB and the weights of a server 7\.5 GiB .* has 64\.0 GiB\. .*\"never\" both stay awake"
+    with pytest.raises(DoesNotFitError, match=told):
+        check_fit(*plan("never"))
+    check_fit(*plan("auto"))
+
+
 def test_idle_pipeline_stages_are_a_warning() -> None:
     train = {"dtype": "bfloat16", "micro_batch_tokens": 262_144, "parallel": {"pipeline": 4}}
     config, plan = plan_of(DENSE, gib=None, train=train, placement={"train_workers": 4})
