@@ -119,6 +119,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         _check_command(parser, others[0])
     args, unknown = parser.parse_known_args(others)
     command: argparse.ArgumentParser = args.parser
+    if args.command == "keys":  # arguments of other projects are words to look for
+        args.words += [*unknown, *overrides]
+        return args
     if args.command in WITH_CONFIG and unknown:
         hint = meant(unknown[0], command) or "a config key is --section.key value"
         command.error(f"unrecognized arguments: {' '.join(unknown)} ({hint})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         metavar="WORD",
         nargs="*",
-        help="only keys that have all of these in their path, choices or meaning; `rollout.` lists a table",
+        help="only keys that have all of these in their path, choices or meaning; `rollout.` lists a table. "
+        "An argument of slime, verl or TRL, such as --n-samples-per-prompt, is answered with its key",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object for each key")
     parser.add_argument("--schema", action="store_true", help="print a JSON schema of config files")
@@ -42,7 +44,15 @@ def run(args: argparse.Namespace) -> int:
     if args.schema:
         print(json.dumps(json_schema(), indent=2))
         return 0
-    return print_keys(args.words, as_json=args.json)
+    _check_options(args)
+    return print_keys([word.partition("=")[0] or word for word in args.words], as_json=args.json)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Exit with status 2 if a word is like an option of this command, as `--jsno` is."""
+    for word in args.words:
+        if close := difflib.get_close_matches(word, ("--help", "--json", "--schema"), n=1, cutoff=0.8):
+            args.parser.error(f"unrecognized arguments: {word} (did you mean {close[0]}?)")
 
 
 def print_keys(words: Sequence[str], *, as_json: bool = False) -> int:

@@ -109,7 +109,7 @@ def _row(name: str, entry: Mapping[str, Any]) -> Row:
 
 def foreign_keys(name: str) -> Iterator[tuple[str, Row]]:
     """Yield the projects with an argument, and its row; ``name`` may be the last part of a dotted one."""
-    wanted = name.lstrip("-").replace("-", "_")
+    wanted = name.lstrip("-+").replace("-", "_")
     for project in PROJECTS:
         table = rows(project)
         names = [wanted, *(each for each in table if each.rpartition(".")[2].replace("-", "_") == wanted)]

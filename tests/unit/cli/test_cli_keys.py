@@ -66,6 +66,10 @@ def test_words_select_keys(capsys: pytest.CaptureFixture[str]) -> None:
 def test_arguments_of_other_projects_are_named_by_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "learning_rate"]) == 1
     assert "\n  learning_rate of trl: train.lr (docs/migrate/trl.md)\n" in capsys.readouterr().out
+    assert main(["keys", "--n-samples-per-prompt=8"]) == 1, "as it stands in a script"
+    assert "  --n-samples-per-prompt of slime: rollout.samples_per_prompt (" in capsys.readouterr().out
+    assert main(["keys", "++actor_rollout_ref.rollout.n=8"]) == 1
+    assert " of verl: rollout.samples_per_prompt (" in capsys.readouterr().out
     assert main(["keys", "use-kl-loss"]) == 1
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line.split()[2] for line in lines] == ["slime:", "verl:"]
@@ -73,6 +77,13 @@ def test_arguments_of_other_projects_are_named_by_ours(capsys: pytest.CaptureFix
     table, argument = capsys.readouterr().out.splitlines()[1:]
     assert table.startswith("  actor_rollout_ref: a table of verl: `anygauge import verl FILE`")
     assert argument.startswith("  num_train_epochs: set run.steps: epochs")
+
+
+def test_words_may_begin_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, "--train.lr") == shown(capsys, "train.lr")
+    with pytest.raises(SystemExit):
+        main(["keys", "--jsno"])
+    assert "unrecognized arguments: --jsno (did you mean --json?)" in capsys.readouterr().err
 
 
 def test_each_key_is_a_json_object(capsys: pytest.CaptureFixture[str]) -> None:
