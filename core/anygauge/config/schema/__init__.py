@@ -101,7 +101,8 @@ class Config(Section):
             except ValidationError as error:
                 raise Config.explain(error) from None
 
-        # Without it pydantic would validate trees and JSON through this function, and never strictly.
+        # Without it pydantic would validate trees and JSON through this function, and never strictly. It is
+        # undocumented: docs/seams.md.
         __init__.__pydantic_base_init__ = True
 
     @property
