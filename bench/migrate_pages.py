@@ -25,26 +25,30 @@ FILES = {
     "trl": "SCRIPT.py",
 }
 READ = {
-    "slime": """Reads the shell script that calls `train.py` or `train_async.py`: arrays such as `CKPT_ARGS=(
-... )` and `--key value` arguments. Files that the script sources are not read: a model's shape
-comes from its `config.json`.""",
-    "verl": """Reads the overrides of a shell script (`actor_rollout_ref.actor.optim.lr=1e-6`), or a YAML
-config. In YAML, nulls and values that refer to other keys (`${...}`) are left out; a file with
-aliases is refused.""",
-    "trl": """Reads the arguments of the first `GRPOConfig`, `RLOOConfig` or `SFTConfig`, its trainer and
-`LoraConfig` in a Python script, where they are literals, names that the script assigns once, or
-`load_dataset("...")`; the command line in a shell script (`accelerate launch grpo.py
---learning_rate 1e-5`, `trl grpo ...`); or a YAML config of `trl grpo --config`.""",
-}
-COMMON = """Nothing of the file is executed. Variables of a shell script count as the script sets them, in
-the order of the text: a default (`${NAME:-8}`) is taken, `$HOME` is yours, and the environment is
-not read. Branches and loops are not followed: a variable that is set in one is not known. A value
-that is not known from the text is listed with the key to set, and `"$@"` or another variable that
-adds arguments to a command as a note. Defaults of the project that differ from those here are written too,
-so that the others keep their meaning.
+    "slime": """This reads the shell script that calls `train.py` or `train_async.py`: arrays such as
+`CKPT_ARGS=(... )`, and `--key value` arguments. Files that the script sources are not read. The
+shape of a model comes from its `config.json`.""",
+    "verl": """This reads a shell script or a YAML config. Of a shell script it takes the overrides
+of the command (`actor_rollout_ref.actor.optim.lr=1e-6`). Of a YAML config it takes all keys but
+nulls and values that refer to other keys (`${...}`); a file with aliases is refused.""",
+    "trl": """This reads one of three kinds of files:
 
-The config goes to `--out`, or to standard output. The terminal lists what has no counterpart,
-and then the keys with which `anygauge train --dry-run --no-file-check` does not agree yet.
+* a Python script: the arguments of the first `GRPOConfig`, `RLOOConfig` or `SFTConfig`, of its trainer
+  and of `LoraConfig`. Values must be literals, names that the script assigns once, or
+  `load_dataset("...")`;
+* a shell script: the arguments of its command, as in `accelerate launch grpo.py --learning_rate 1e-5`
+  or `trl grpo ...`;
+* a YAML config of `trl grpo --config`.""",
+}
+COMMON = """The file is not executed. Variables of a shell script have the values that the script gives them,
+in the order of the text. A default (`${NAME:-8}`) is used, `$HOME` is your home directory, and
+the environment is not read. Branches and loops are not followed, so a variable that is set in
+one is unknown. If a value is unknown, its key is listed for you to set. A variable that adds
+arguments to a command, such as `"$@"`, is listed as a note. If a default of the project differs
+from the one here, the config has the project's, so that a script means the same here.
+
+The config is written to `--out`, or to standard output. The terminal lists the arguments without a
+counterpart, and then the keys that `anygauge train --dry-run --no-file-check` does not accept yet.
 `bench/migrate_pages.py` writes this page."""
 TRIED: Mapping[str, tuple[str, Sequence[tuple[str, int, int, int, str]]]] = {
     "slime": (
@@ -143,8 +147,8 @@ def _page(key: str) -> str:
 def _tried(project: str) -> Iterator[str]:
     version, scripts = TRIED[project]
     yield (
-        f"Of {version}. Arguments without a counterpart count once for a row of several. SGLang was\n"
-        "not installed, so its arguments were not checked.\n"
+        f"The scripts are those of {version}. Arguments without a counterpart that share a row above\n"
+        "count once. SGLang was not installed, so its arguments were not checked.\n"
     )
     yield "| script | converted | no key needed | no counterpart | dry run, but for SGLang |"
     yield "|---|---|---|---|---|"
