@@ -119,7 +119,7 @@ def main() -> None:
         subprocess.run([sys.executable, str(MAKE_INPUTS), "--out", str(INPUTS)], cwd=ROOT, check=True)
     pairs = []
     for number in range(arguments.pairs):
-        # Each of a pair goes first in turn: a host that warms up or cools down favours neither.
+        # Each of a pair goes first in turn: a host that warms up or cools down favors neither.
         order = ("none", "1") if number % 2 == 0 else ("1", "none")
         found = {every: train(f"bench-save-{every}", arguments.steps, every, extra) for every in order}
         pairs.append((found["none"], found["1"]))

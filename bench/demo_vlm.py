@@ -6,7 +6,7 @@
 
 Each seed has weights, a warm-up and RL of its own, as `make demo-vlm` has. Before and after are the mean
 reward of one sample at temperature 1 on the same 512 held-out pictures; swapped is the score after it where
-every question has its neighbour's picture, which is 0.08 by guessing. Other arguments are keys of both runs.
+every question has its neighbor's picture, which is 0.08 by guessing. Other arguments are keys of both runs.
 Below the table are the phases of a step, in the median, and how far the trainer's log-probs are from the
 engine's, in the mean. Ends with status 1 if a seed misses the goal: from under 0.45 to over 0.7 and under 0.2
 with swapped pictures, all within 8 minutes.

@@ -158,7 +158,7 @@ FORMULAS = [
         f"{ALGORITHMS}/advantages.py",
         "(rewards_G.std() + eps)",
         "(rewards_G.std(correction=0) + eps)",
-        f"{UNIT}/algorithms/test_advantages.py::test_centres_and_scales",
+        f"{UNIT}/algorithms/test_advantages.py::test_centers_and_scales",
         KEYS,
     ),
     fault(

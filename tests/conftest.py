@@ -46,7 +46,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TOGETHER = {
     "ray": r"integration/test_(cluster_two_nodes|launch|launch_endings|launch_ray|train_run)",
-    "artefacts": r"integration/test_(install|third_party)",
+    "artifacts": r"integration/test_(install|third_party)",
     "clients": r"unit/rollout/gateway/test_gateway_(anthropic|http|images)",
     "run_with_torch": r"meta/test_meta_imports|backends/(npu/test_mindspeed|cuda/test_transformer_engine)",
 }

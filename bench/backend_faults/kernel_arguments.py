@@ -46,7 +46,7 @@ def _overwritten_without_gradient(call: Callable[..., Any], a: SimpleNamespace) 
 
 
 def _interleaved(call: Callable[..., Any], a: SimpleNamespace) -> Any:
-    """Turn pairs of neighbours."""
+    """Turn pairs of neighbors."""
     rotary, width = a.cos.shape[1], a.q.shape[-1]
     order = [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, width)]
     back = sorted(range(width), key=order.__getitem__)
@@ -150,7 +150,7 @@ FAULTS: Sequence[Fault] = (
         "rms_norm writes its result over x where no gradient is asked for",
         _overwritten_without_gradient,
     ),
-    op.rotary_embedding("interleaved", "rotary_embedding turns pairs of neighbours", _interleaved),
+    op.rotary_embedding("interleaved", "rotary_embedding turns pairs of neighbors", _interleaved),
     op.rotary_embedding("sin_ignored", "rotary_embedding ignores sin", lambda call, a: call(sin=0 * a.sin)),
     op.rotary_embedding(
         "positions_wrap",

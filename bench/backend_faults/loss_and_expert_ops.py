@@ -73,7 +73,7 @@ LOGPROBS = [
         "the entropy of vocab_parallel_logprob is that at temperature 1",
         lambda call, a: (call(logits=a.logits.clone())[0], call(temperature=1.0)[1]),
     ),
-    op.vocab_parallel_logprob("group_ignored", "vocab_parallel_logprob normalises each rank alone", _alone),
+    op.vocab_parallel_logprob("group_ignored", "vocab_parallel_logprob normalizes each rank alone", _alone),
     op.vocab_parallel_logprob(
         "entropy_without_gradient",
         "the entropy of vocab_parallel_logprob never carries a gradient",
@@ -114,7 +114,7 @@ LOGPROBS = [
         "linear_logprob counts padded rows of the vocabulary",
         lambda call, a: call(vocab_size=None),
     ),
-    op.linear_logprob("group_ignored", "linear_logprob normalises each rank alone", _alone),
+    op.linear_logprob("group_ignored", "linear_logprob normalizes each rank alone", _alone),
     op.linear_logprob(
         "hidden_gradient_unsummed",
         "the gradient of linear_logprob's hidden states is not summed over the group",
@@ -256,7 +256,7 @@ EXPERTS = [
         lambda call, a: through(call(), lambda w: w.detach() + 0 * a.logits.sum().to(w.dtype)),
     ),
     op.topk_router(
-        "one_of_one_normalised",
+        "one_of_one_normalized",
         "the weight of a single sigmoid expert is divided by itself",
         lambda call, a: through(
             call(),
@@ -304,7 +304,7 @@ EXPERTS = [
     ),
     op.token_unpermute(
         "rows_sorted",
-        "token_unpermute takes the rows of a token to be neighbours",
+        "token_unpermute takes the rows of a token to be neighbors",
         lambda call, a: call(rows=torch.arange(a.rows.numel(), device=a.rows.device).view_as(a.rows)),
     ),
 ]

@@ -365,7 +365,7 @@ SEQUENCES = [
         lambda call, a: call(weight=a.weight.detach()),
     ),
     op.gated_delta_rule(
-        "state_of_neighbour", "gated_delta_rule keeps its state from sequence to sequence", _one_sequence
+        "state_of_neighbor", "gated_delta_rule keeps its state from sequence to sequence", _one_sequence
     ),
     op.gated_delta_rule(
         "no_state_between_chunks",

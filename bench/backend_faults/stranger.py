@@ -87,7 +87,7 @@ STRANGER: Mapping[str, str] = {
     "qk_norm_rotary: values rotated": "qk_norm_rotary.values_rotated",
     "gated_delta_rule: no decay": "gated_delta_rule.no_decay",
     "gated_delta_rule: no beta": "gated_delta_rule.no_beta",
-    "gated_delta_rule: leaks into the next sequence": "gated_delta_rule.state_of_neighbour",
+    "gated_delta_rule: leaks into the next sequence": "gated_delta_rule.state_of_neighbor",
     "gated_delta_rule: scale ignored": "gated_delta_rule.scale_ignored",
     "gated_delta_rule: g and beta rounded to bfloat16": "gated_delta_rule.decay_and_beta_rounded",
     "device: random state not restored": "device.state_not_restored",

@@ -59,7 +59,7 @@ class LateDevice:
 def seed_everything(device: Device, seed: int) -> None:
     """Seed Python, NumPy, torch on the host, and torch on the device.
 
-    Megatron's own seeding reaches the device's generator alone. Weights are initialised on the host, and
+    Megatron's own seeding reaches the device's generator alone. Weights are initialized on the host, and
     data-parallel ranks that were not seeded there start from different weights without a word.
     """
     random.seed(seed)
@@ -82,7 +82,7 @@ def set_deterministic() -> None:
     """Make torch use only deterministic algorithms in this process, on every device.
 
     An operator that has none raises :class:`RuntimeError` when it is called. Torch then also fills memory
-    that would be left uninitialised. What a backend needs beside it comes through ``worker_env``.
+    that would be left uninitialized. What a backend needs beside it comes through ``worker_env``.
     """
     import torch
 

@@ -23,7 +23,7 @@ class VisibleDevices:
     """Name of one device in messages."""
     variable: str
     entries: Callable[[str], Sequence[str]]
-    """Return the entries of a value that the driver honours."""
+    """Return the entries of a value that the driver honors."""
     is_same: Callable[[str, str], bool] = operator.eq
     """Return whether an entry and an id name one device."""
 

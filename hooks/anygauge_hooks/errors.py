@@ -172,7 +172,7 @@ class HubError(AnygaugeError, RuntimeError):
 
 
 class ScopeError(AnygaugeError, RuntimeError):
-    """The device scope was used in a way that it cannot honour."""
+    """The device scope was used in a way that it cannot honor."""
 
     code = "AG601"
 

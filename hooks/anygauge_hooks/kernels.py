@@ -196,7 +196,7 @@ class RotaryEmbedding(Protocol):
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys by the angles of their positions.
 
-        There is one layout for every model: where the pairs of a model are neighbours, the engine has moved
+        There is one layout for every model: where the pairs of a model are neighbors, the engine has moved
         them into halves, and positions of images are in the angles already.
 
         :param q: ``[T, H, D]``.
@@ -217,7 +217,7 @@ class QkNormRotary(Protocol):
     def __call__(
         self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys, normalised and then rotated, and values.
+        """Return queries and keys, normalized and then rotated, and values.
 
         :param qkv: ``[T, K, G + 2, D]``: for each key head its ``G`` query heads, itself and its values.
         :param q_weight: ``[D]``, the dtype of ``qkv``, of :class:`RmsNorm`.
@@ -387,7 +387,7 @@ class TopkRouter(Protocol):
         :param topk: Experts per token, ``K``.
         :param score_function: How logits become scores, for the choice and for the weights.
         :param pre_softmax: Applies to ``softmax`` alone.
-        :param num_groups: Divides ``E``: so many groups of neighbouring experts are there.
+        :param num_groups: Divides ``E``: so many groups of neighboring experts are there.
         :param group_topk: Divides ``K`` and is at most ``num_groups``: the experts of a token are chosen from
             so many groups. A group counts the sum of its ``K / group_topk`` highest scores. Both or neither
             are given.
@@ -451,7 +451,7 @@ class GatedDeltaRule(Protocol):
     ) -> Tensor:
         """Return ``scale S_t q_t`` with ``S_t = exp(g_t) S_{t-1} (1 - beta_t k_t k_t^T) + beta_t v_t k_t^T``.
 
-        The state ``S`` is zero at the start of each sequence. Queries and keys are given normalised.
+        The state ``S`` is zero at the start of each sequence. Queries and keys are given normalized.
 
         :param q: ``[T, H, D]``.
         :param k: ``[T, H, D]``.

@@ -193,7 +193,7 @@ class TowerSpec:
     """Builds the module from the Hugging Face config, on torch's current default device and dtype."""
     inputs: Callable[[Mapping[str, Any], Sequence[Content], torch.device], Mapping[str, Any]]
     """From the Hugging Face config and contents to the module's keyword arguments: all contents packed one
-    after another, pixels normalised on the device, what depends on grids alone made on the host. Under
+    after another, pixels normalized on the device, what depends on grids alone made on the host. Under
     ``"lengths"`` are the attention lengths as host integers, which the engine takes out; where layers
     attend within different sequences, by the name of the argument that holds their boundaries."""
     outputs: Callable[[Any], tuple[Tensor, Sequence[Tensor]]]

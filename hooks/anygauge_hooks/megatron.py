@@ -134,13 +134,13 @@ class LayerKind:
     """How many of the last tokens a token sees, itself among them; ``None`` for all. Of ``self`` and
     ``gated`` attention."""
     wide_qk_norm: bool = False
-    """Whether all queries of a token are normalised as one, and all keys, by weights of their width. Of
+    """Whether all queries of a token are normalized as one, and all keys, by weights of their width. Of
     ``self`` attention whose config has no ``qk_layernorm``; not with tensor parallelism."""
     mlp: Literal["dense", "moe"] = "dense"
     pre_norms: bool = True
-    """Whether the inputs of attention and MLP are normalised."""
+    """Whether the inputs of attention and MLP are normalized."""
     post_norms: bool = False
-    """Whether the outputs of attention and MLP are normalised too, before they are added."""
+    """Whether the outputs of attention and MLP are normalized too, before they are added."""
     build: Callable[..., Any] | None = None
     """``build(provider, config)`` returns Megatron's module spec of a layer that none of these describes."""
 

@@ -37,7 +37,7 @@ class DenseDecoder:
     """Whether queries, keys and values have biases."""
     has_qk_norm: bool = False
     has_wide_qk_norm: bool = False
-    """Whether queries and keys are normalised over all heads."""
+    """Whether queries and keys are normalized over all heads."""
     has_pre_norms: bool = True
     """Whether there are norms before attention and MLP."""
     rotary_layers: Callable[[Mapping[str, Any]], Sequence[bool]] = lambda hf: [True] * hf["num_hidden_layers"]

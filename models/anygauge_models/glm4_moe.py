@@ -41,7 +41,7 @@ def has_bias(hf: Mapping[str, Any]) -> bool:
 
 
 def has_qk_norm(hf: Mapping[str, Any]) -> bool:
-    """Return whether queries and keys are normalised."""
+    """Return whether queries and keys are normalized."""
     return bool(hf.get("use_qk_norm", False))
 
 

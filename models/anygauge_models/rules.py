@@ -87,7 +87,7 @@ def self_attention(
     :param heads: Query heads.
     :param groups: Key and value heads.
     :param size: Size of a head.
-    :param qk_norm: Whether queries and keys are normalised.
+    :param qk_norm: Whether queries and keys are normalized.
     :param bias: Whether queries, keys and values have biases.
     :param gated: Whether each query head is followed by its gate.
     :param fused: Whether checkpoints hold queries above keys above values in one tensor.

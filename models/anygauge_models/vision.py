@@ -1,4 +1,4 @@
-"""Vision towers of ``transformers`` fed with packed pixels: patches are cut and normalised on the device.
+"""Vision towers of ``transformers`` fed with packed pixels: patches are cut and normalized on the device.
 
 Everything that depends on sizes alone is made on the host, so that a forward pass waits for nothing.
 """

@@ -48,12 +48,12 @@ def grouped_matmul(x, weight, tokens_per_expert):
 
 
 def layer_norm(x, weight, bias, eps):
-    """Divides by the root mean square of what it does not centre."""
+    """Divides by the root mean square of what it does not center."""
     return reference.rms_norm(x, weight, eps) + bias
 
 
 def qk_norm_rotary(qkv, q_weight, k_weight, cos, sin, eps):
-    """Normalises keys with the weight of queries."""
+    """Normalizes keys with the weight of queries."""
     return reference.qk_norm_rotary(qkv, q_weight, q_weight + 0 * k_weight, cos, sin, eps)
 
 

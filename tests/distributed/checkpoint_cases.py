@@ -111,7 +111,7 @@ def make_actor(config: Config, context: WorkerContext) -> ActorWorker:
 
 
 def keep_small(actor: ActorWorker) -> None:
-    """Make no weight larger than a half: next to 1, neighbouring float32 numbers are 1.2e-7 apart."""
+    """Make no weight larger than a half: next to 1, neighboring float32 numbers are 1.2e-7 apart."""
     trainer: Any = actor.trainer
     with torch.no_grad():
         for tensor in trainer.policy.tensors.values():

@@ -34,7 +34,7 @@ MODES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "vpp2-recompute": (2, {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "full"}),
     "cp2-recompute": (2, {"context": 2}, {"recompute": "full"}),
     "cp2-selective": (2, {"context": 2}, {"recompute": "selective"}),
-    "materialised-tp2-cp2": (4, {"tensor": 2, "context": 2}, {"fused_loss": False}),
+    "materialized-tp2-cp2": (4, {"tensor": 2, "context": 2}, {"fused_loss": False}),
     "tp2-dp2": (4, {"tensor": 2}, {"recompute": "elementwise"}),
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}, {}),
     "cp2-dp2": (4, {"context": 2}, {}),
@@ -47,8 +47,8 @@ MODES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 TIED_MODES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2-pp2-overlap": (4, {"pipeline": 2}, OVERLAP),
     "dp2-vpp2-overlap": (4, {"pipeline": 2, "virtual_pipeline": 2}, OVERLAP),
-    "dp2-overlap-materialised": (2, {}, OVERLAP | {"fused_loss": False}),
-    "pp2-materialised": (2, {"pipeline": 2}, {"fused_loss": False}),
+    "dp2-overlap-materialized": (2, {}, OVERLAP | {"fused_loss": False}),
+    "pp2-materialized": (2, {"pipeline": 2}, {"fused_loss": False}),
     "pp2-uneven": (2, {"pipeline": 2}, {"megatron": {"num_layers_in_first_pipeline_stage": 1}}),
 }
 """The last stage has a copy of the embedding, and its gradient."""
@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta-experts": ("qwen3_next", HYBRID),  # its checkpoint interleaves heads
     "groups": ("qwen2", {"num_attention_heads": 8, "num_key_value_heads": 4}),  # several on each rank, biases
     "some-rotary": ("smollm3", {"no_rope_layers": [1, 1, 0, 1], "initializer_range": 0.1}),
-    "post-norms": ("glm4", {}),  # and biases, and angles of neighbours
+    "post-norms": ("glm4", {}),  # and biases, and angles of neighbors
     "wide-norms": ("olmo3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
     "sinks": ("gpt_oss", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
     "window": ("gemma3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),

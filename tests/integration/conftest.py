@@ -195,13 +195,13 @@ def build_both(project: Path, out: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def artefacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Build the sdist of the root, and from it the wheel; return wheel and sdist."""
     return build_both(ROOT, tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="session")
-def backend_artefacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+def backend_artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """Return wheel and sdist of each backend that is a distribution, built likewise."""
     return {
         name: build_both(ROOT / "backends" / name, tmp_path_factory.mktemp(name)) for name in ("cuda", "npu")

@@ -91,7 +91,7 @@ def test_engines_that_agree(run: Run, tmp_path: Path) -> None:
     assert (health(tmp_path / "run").step, health(tmp_path / "run").status) == (2, "ok")
 
 
-def test_an_engine_with_another_model_stops_the_run_before_anything_is_learnt(
+def test_an_engine_with_another_model_stops_the_run_before_anything_is_learned(
     run: Run, tmp_path: Path
 ) -> None:
     """An engine that computes in bfloat16 is far from a trainer in float32, by the limit of float32."""
@@ -107,7 +107,7 @@ def test_an_engine_with_another_model_stops_the_run_before_anything_is_learnt(
     assert json.loads((directory / "run.json").read_text())["parts"][-1]["outcome"] == "failed"
 
 
-def test_a_run_that_is_stopped_later_keeps_what_it_learnt(run: Run, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_later_keeps_what_it_learned(run: Run, tmp_path: Path) -> None:
     """Beside the last checkpoint of a step that was well, though only one is to be kept."""
     off = {"rollout__after_sample": [f"{MODULE}:off_from_step_2"]}
     keys = {"run__steps": 3, "save__every": 1, "save__keep": 1, **off}

@@ -68,8 +68,8 @@ def check_install(environment: Any, where: Path, backends: Sequence[str] = ("cpu
     assert "train" in environment.run_anygauge("--help")
 
 
-def test_wheel_holds_the_four_packages_and_nothing_else(artefacts: tuple[Path, Path]) -> None:
-    with zipfile.ZipFile(artefacts[0]) as wheel:
+def test_wheel_holds_the_four_packages_and_nothing_else(artifacts: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(artifacts[0]) as wheel:
         names = wheel.namelist()
     assert {name.split("/")[0] for name in names} - PACKAGES == {"anygauge-0.1.0.dist-info"}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
@@ -82,9 +82,9 @@ def test_wheel_holds_the_four_packages_and_nothing_else(artefacts: tuple[Path, P
 
 @pytest.mark.parametrize("name", ["anygauge", "cuda", "npu"])
 def test_a_wheel_says_on_an_index_what_it_is(
-    name: str, artefacts: tuple[Path, Path], backend_artefacts: dict[str, tuple[Path, Path]]
+    name: str, artifacts: tuple[Path, Path], backend_artifacts: dict[str, tuple[Path, Path]]
 ) -> None:
-    wheel = ({"anygauge": artefacts} | backend_artefacts)[name][0]
+    wheel = ({"anygauge": artifacts} | backend_artifacts)[name][0]
     with zipfile.ZipFile(wheel) as opened:
         (metadata,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
         shown = message_from_bytes(opened.read(metadata))
@@ -101,8 +101,8 @@ def test_a_wheel_says_on_an_index_what_it_is(
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
 
 
-def test_links_of_the_wheels_description_lead_to_files_of_its_release(artefacts: tuple[Path, Path]) -> None:
-    with zipfile.ZipFile(artefacts[0]) as wheel:
+def test_links_of_the_wheels_description_lead_to_files_of_its_release(artifacts: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(artifacts[0]) as wheel:
         text = wheel.read("anygauge-0.1.0.dist-info/METADATA").decode()
     pages = re.findall(re.escape(REPOSITORY) + r"/blob/v0\.1\.0/([^)\s#]+)", text)
     images = re.findall(
@@ -113,8 +113,8 @@ def test_links_of_the_wheels_description_lead_to_files_of_its_release(artefacts:
     assert [path for path in (*pages, *images) if not (ROOT / path).exists()] == []
 
 
-def test_sdist_is_enough_to_build_and_no_more(artefacts: tuple[Path, Path]) -> None:
-    with tarfile.open(artefacts[1]) as sdist:
+def test_sdist_is_enough_to_build_and_no_more(artifacts: tuple[Path, Path]) -> None:
+    with tarfile.open(artifacts[1]) as sdist:
         names = {name.split("/", 1)[1] for name in sdist.getnames()}
     assert {"pyproject.toml", "LICENSE", "README.md", "core/anygauge/py.typed"} <= names
     assert not [
@@ -123,9 +123,9 @@ def test_sdist_is_enough_to_build_and_no_more(artefacts: tuple[Path, Path]) -> N
     assert {"docs/architecture.md", "examples/arithmetic_grpo.toml"} <= names
 
 
-def test_install_of_the_wheel(artefacts: tuple[Path, Path], make_environment: Callable[[], Any]) -> None:
+def test_install_of_the_wheel(artifacts: tuple[Path, Path], make_environment: Callable[[], Any]) -> None:
     environment = make_environment()
-    environment.pip_install(artefacts[0])
+    environment.pip_install(artifacts[0])
     check_install(environment, environment.path)
     recipe = environment.run_python("from anygauge.cli.demo import RECIPE; print(RECIPE.read_text(), end='')")
     assert recipe == (ROOT / "examples" / "arithmetic_grpo.toml").read_text(encoding="utf-8")

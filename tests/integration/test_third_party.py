@@ -84,12 +84,12 @@ def files() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def environment(
     make_environment: Callable[[], Any],
-    artefacts: tuple[Path, Path],
+    artifacts: tuple[Path, Path],
     build_wheel: Callable[[Path], Path],
 ) -> Any:
     """Install the outside backend from its wheel, which asks for anygauge's."""
     environment = make_environment()
-    environment.pip_resolve("anygauge-abacus", build_wheel(PROJECT), artefacts[0])
+    environment.pip_resolve("anygauge-abacus", build_wheel(PROJECT), artifacts[0])
     copytree(SUPPORT, environment.site_packages / SUPPORT.name)  # forks the processes below
     return environment
 

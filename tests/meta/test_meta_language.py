@@ -49,6 +49,10 @@ NOT_IN_DOCUMENTS = (
     ),
     *("what can run here", "what tells", "takes its turn", "holds its memory"),
 )
+BRITISH = re.compile(
+    r"\w*(?:artefact|behaviour|favour|honour|labelled|learnt|licence|misspelt|neighbour)\w*"
+    r"|\w*(?:general|initial|material|normal|recogn)is(?:e|i|ation)\w*|\w*centre\w*"
+)
 BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 RIDDLE = r":(?:param \w+|returns|raises \w+): +(?:What|Of|By|That|Who|Whom)\b.*"
 
@@ -171,3 +175,18 @@ def test_a_local_variable_has_the_name_of_what_it_holds() -> None:
 def test_a_document_is_in_plain_english(document: Path) -> None:
     text = " ".join(document.read_text(encoding="utf-8").lower().split())
     assert [each for each in NOT_IN_DOCUMENTS if re.search(rf"\b{each}\b", text)] == []
+
+
+def test_no_file_has_a_british_spelling() -> None:
+    files = [path for path in (*SOURCES, *DOCUMENTS, ROOT / "CHANGELOG.md") if path != Path(__file__)]
+    spellings = {
+        str(path.relative_to(ROOT)): words
+        for path in files
+        if (words := BRITISH.findall(path.read_text(encoding="utf-8").lower()))
+    }
+    assert spellings == {}
+
+
+def test_a_british_spelling_is_noticed() -> None:
+    assert BRITISH.findall("neighbours _normalised centred behaviour") != []
+    assert BRITISH.findall("neighbors _normalized realism initial is") == []

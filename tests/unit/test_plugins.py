@@ -157,11 +157,11 @@ def test_registering_a_broken_plugin_leaves_nothing_of_it(plugins: Plugins) -> N
     assert plugins.collect("report_environment") == []
 
 
-def test_a_misspelt_hook_is_answered_with_the_closest_one(plugins: Plugins) -> None:
+def test_a_misspelled_hook_is_answered_with_the_closest_one(plugins: Plugins) -> None:
     with pytest.raises(
         PluginError, match=r"'register_polcy_losses' \(did you mean register_policy_losses\?\)"
     ):
-        plugins.register(plugin(register_polcy_losses=lambda: []), "misspelt")
+        plugins.register(plugin(register_polcy_losses=lambda: []), "misspelled")
     with pytest.raises(PluginError, match=r"\(did you mean register_reward_functions\?\)"):
         plugins.register(plugin(register_rewards=lambda: []), "short")
 
@@ -518,9 +518,9 @@ def test_backends_as_a_bare_string_are_refused(plugins: Plugins) -> None:
 
 
 def test_declared_backends_that_nobody_registers_are_known(plugins: Plugins) -> None:
-    plugins.register(SimpleNamespace(describe_plugin=described(backends=("cpuu", "cpu"))), "misspelt")
+    plugins.register(SimpleNamespace(describe_plugin=described(backends=("cpuu", "cpu"))), "misspelled")
     plugins.register(SimpleNamespace(describe_plugin=described(backends=("cpu",))), "add-on")
-    assert plugins.unknown_backends() == {"misspelt": ["cpuu"]}
+    assert plugins.unknown_backends() == {"misspelled": ["cpuu"]}
 
 
 def test_a_third_party_adds_hooks_whatever_the_order(plugins: Plugins) -> None:

@@ -64,7 +64,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the normalised ``x``."""
+        """Return the normalized ``x``."""
         wide = x.float()
         mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
         scale = mean_square.add_(eps).rsqrt_()

@@ -104,7 +104,7 @@ def _nothing(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return it with neighbouring elements of a head side by side; heads and tokens may lie anywhere.
+    """Return it with neighboring elements of a head side by side; heads and tokens may lie anywhere.
 
     Kernels load several elements at once, so each head begins at a multiple of that.
     """

@@ -118,7 +118,7 @@ def _unexpanded(settings: str) -> str:
 
 
 def visible_devices(text: str) -> Sequence[str]:
-    """Return the entries that the driver honours: those before the first that names no GPU."""
+    """Return the entries that the driver honors: those before the first that names no GPU."""
     entries = (part.strip() for part in text.split(","))
     return [*takewhile(_NAME.fullmatch, entries)]
 

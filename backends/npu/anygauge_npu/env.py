@@ -98,7 +98,7 @@ def users_choice(defaults: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def visible_devices(text: str) -> Sequence[str]:
-    """Return the entries that CANN honours: those before the first that is no index."""
+    """Return the entries that CANN honors: those before the first that is no index."""
     entries = (part.strip() for part in text.split(","))
     return [str(int(entry)) for entry in takewhile(str.isdecimal, entries)]
 

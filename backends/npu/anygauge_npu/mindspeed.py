@@ -77,7 +77,7 @@ OPTIONS: Mapping[str, tuple[type, str]] = {
     "strict": (bool, "true or false"),
     "allow": (list, "a list of names, in which * stands for anything"),
     "linears": (bool, "true or false"),
-    "arguments": (dict, "a table of MindSpeed's command-line arguments, spelt with _"),
+    "arguments": (dict, "a table of MindSpeed's command-line arguments, spelled with _"),
 }
 _ROLES_WITHOUT = ("rollout",)
 _VERSIONS = "It is made for one version of Megatron and of torch-npu: `anygauge doctor --backend npu`."

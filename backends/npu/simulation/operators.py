@@ -53,7 +53,7 @@ def _dense(*tensors: Tensor) -> None:
 
 @_operator
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Return the normalised input, and one over the root of the mean square, in float32."""
+    """Return the normalized input, and one over the root of the mean square, in float32."""
     _floats(input, gamma)
     _dense(input, gamma)
     assert 2 <= input.dim() <= 8, input.shape

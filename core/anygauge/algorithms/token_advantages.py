@@ -60,7 +60,7 @@ def token_rewards(
 
 
 def gae(inputs: AdvantageInputs, *, gamma: Discount = 1.0, lambd: Discount = 1.0) -> TokenAdvantages:
-    """Return generalised advantages and returns, https://arxiv.org/abs/1506.02438 equation 16.
+    """Return generalized advantages and returns, https://arxiv.org/abs/1506.02438 equation 16.
 
     ``A_t = delta_t + gamma * lambd * A_{t+1}`` with ``delta_t = r_t + gamma * V_{t+1} - V_t``; both are 0
     after the last token that counts. The returns are ``A_t + V_t``.
@@ -96,8 +96,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> TokenAdvantages:
 
     ``A_t = R - mean(R of the group)``, whitened over the tokens of all ranks. Its KL term is in the loss.
     """
-    centred_N = inputs.scores - inputs.baselines
-    advantages_T = centred_N[sample_of_token(inputs.lengths)]
+    centered_N = inputs.scores - inputs.baselines
+    advantages_T = centered_N[sample_of_token(inputs.lengths)]
     return TokenAdvantages(whiten(advantages_T, inputs.loss_mask, inputs.total))
 
 

@@ -45,7 +45,7 @@ _BACKEND_NAME = re.compile(r"[a-z][a-z0-9_]*")
 COMMAND_LINE = "on the command line"
 IN_CALL = "in the call"
 _LONGEST_VALUE = 120
-_MISSPELT = 0.7
+_MISSPELLED = 0.7
 """Similarity from which a name is taken for a slip: ``cudaa`` for ``cuda``, but not ``tpu`` for ``npu``."""
 
 
@@ -179,13 +179,13 @@ def _without_null(tree: Mapping[str, Any]) -> Tree:
 
     An evaluation data set has what was written alone, where null is a value too.
     """
-    sections = {key: _spelt(table) for key, table in tree.items()}
-    datasets = {name: _spelt(table) for name, table in tree["eval"]["datasets"].items()}
+    sections = {key: _spelled(table) for key, table in tree.items()}
+    datasets = {name: _spelled(table) for name, table in tree["eval"]["datasets"].items()}
     pruned: Tree = _pruned(merge(sections, {"eval": {"datasets": datasets}}))
     return pruned
 
 
-def _spelt(table: Mapping[str, Any]) -> Tree:
+def _spelled(table: Mapping[str, Any]) -> Tree:
     return {key: NONE if value is None else value for key, value in table.items()}
 
 
@@ -277,14 +277,14 @@ def _parse(path: Path) -> Tree:
 
 
 def _unknown_backends(source: _Source, plugins: Plugins) -> Iterator[ConfigProblem]:
-    """Yield the tables whose names look misspelt; another host may have the others."""
+    """Yield the tables whose names look misspelled; another host may have the others."""
     backends: Mapping[str, BackendSpec] = plugins.named("register_backends")
     known = sorted({*backends, *published_backends(), *plugins.load_errors})
     for name, table in source.overlays.items():
         if name in known or not _BACKEND_NAME.fullmatch(name):
             continue
         close = [spec.name for spec in backends.values() if name in spec.aliases]
-        close = close or difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
+        close = close or difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELLED)
         if close:
             hint = f"no such backend; did you mean [on.{close[0]}]?"
             yield ConfigProblem(path=f"on.{name}", found=table, hint=hint)

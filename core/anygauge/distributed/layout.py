@@ -1,6 +1,6 @@
 """Parallel layout: each rank's part of the model and of the data, in Megatron's order of ranks.
 
-Neighbouring ranks share a tensor-parallel group, then come context, data and pipeline parallelism. Experts
+Neighboring ranks share a tensor-parallel group, then come context, data and pipeline parallelism. Experts
 divide the ranks of a pipeline stage once more: expert tensor parallelism first, then expert parallelism.
 """
 

@@ -88,7 +88,7 @@ def init_process_group(
     address: str | None = None,
     reloadable: bool = False,
 ) -> None:
-    """Initialise the default process group. A collective: returns when every rank has come.
+    """Initialize the default process group. A collective: returns when every rank has come.
 
     :param plugins: Asked for the group's options (``make_process_group_options``) and communicators
         (``make_communicator``).

@@ -19,7 +19,7 @@ class TableLayerNorm(nn.LayerNorm):
     kernel: Callable[..., Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise the last dimension."""
+        """Normalize the last dimension."""
         return self.kernel(input, self.weight, self.bias, self.eps)
 
 
@@ -30,7 +30,7 @@ class TableRmsNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise the last dimension."""
+        """Normalize the last dimension."""
         return self.kernel(hidden_states, self.weight, self.variance_epsilon)
 
 

@@ -37,13 +37,13 @@ class Responses:
     responses: Tensor
     """``[R]``, int64, on the host: rows of these responses in the columns of the batch."""
     is_idle: bool
-    """Whether nothing is learnt from it: it keeps this rank in step with others that have more."""
+    """Whether nothing is learned from it: it keeps this rank in step with others that have more."""
 
     def column(self, values: Tensor | None, device: torch.device, *, counts: bool = True) -> Tensor:
         """Return the values of the response tokens, ``[R, ...]``, float32.
 
         :param values: A column of the batch.
-        :param counts: Or zeros instead, for a micro-batch from which nothing is learnt.
+        :param counts: Or zeros instead, for a micro-batch from which nothing is learned.
         """
         assert values is not None, "a pass or the driver fills in the column before"
         chosen = on_device(values.index_select(0, self.responses).float(), device)

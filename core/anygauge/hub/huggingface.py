@@ -102,8 +102,8 @@ class HuggingFace(Client):
         page = f"{self.host}/{'datasets/' if name.kind == 'dataset' else ''}{name.repository}"
         if isinstance(error, errors.GatedRepoError):
             return (
-                f"{self.host} gives this {name.kind} only to those who accepted its licence",
-                f"Accept the licence on {page} and run `hf auth login`, or set HF_TOKEN to a token of yours.",
+                f"{self.host} gives this {name.kind} only to those who accepted its license",
+                f"Accept the license on {page} and run `hf auth login`, or set HF_TOKEN to a token of yours.",
             )
         if isinstance(error, errors.RepositoryNotFoundError):
             return (

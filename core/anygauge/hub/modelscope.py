@@ -106,7 +106,7 @@ class ModelScope(Client):
         if isinstance(cause, errors.AuthenticationError | errors.PermissionDeniedError):
             return (
                 f"{self.host} does not give this {name.kind} to you",
-                f"Accept its licence on {page} if it has one, and run `modelscope login` with a valid token.",
+                f"Accept its license on {page} if it has one, and run `modelscope login` with a valid token.",
             )
         if full := self._disk_is_full(cause):
             return full

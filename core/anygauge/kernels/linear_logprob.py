@@ -1,6 +1,6 @@
 """Fused output layer, log-probability and entropy, one tile of the logits at a time.
 
-Forward keeps the logarithm of each token's normaliser, and the logits of as many tiles as a memory budget
+Forward keeps the logarithm of each token's normalizer, and the logits of as many tiles as a memory budget
 holds. Backward goes from the last tile to the first, frees logits that were kept and computes the others
 again. Results and gradients have the same bits whatever the budget is.
 

@@ -169,8 +169,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     See :class:`anygauge_hooks.kernels.LayerNorm`.
     """
     wide = _widen(x)
-    centred = wide - wide.mean(-1, keepdim=True)
-    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    centered = wide - wide.mean(-1, keepdim=True)
+    normed = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
     return (normed * weight + bias).to(x.dtype)
 
 
@@ -193,7 +193,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def qk_norm_rotary(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a projection into queries, keys and values; normalise the first two, and rotate them.
+    """Split a projection into queries, keys and values; normalize the first two, and rotate them.
 
     See :class:`anygauge_hooks.kernels.QkNormRotary`.
     """

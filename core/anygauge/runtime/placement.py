@@ -35,7 +35,7 @@ def actor_options(bundle: Resources) -> dict[str, Any]:
 
 
 def rank_order(bundle_nodes: Mapping[int, str]) -> list[int]:
-    """Return placement bundles in the order of ranks, so that neighbours share a node.
+    """Return placement bundles in the order of ranks, so that neighbors share a node.
 
     :param bundle_nodes: The node of each bundle.
     """

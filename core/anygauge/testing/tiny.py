@@ -144,7 +144,7 @@ def tiny_qwen3(
     max_shard_size: str = "1GB",
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Path:
-    """Write a complete Hugging Face directory of a randomly initialised Qwen3 and return its path.
+    """Write a complete Hugging Face directory of a randomly initialized Qwen3 and return its path.
 
     :param vocab_size: Rows of the embedding; ``None`` takes the size of the tokenizer.
     :param init_std: Standard deviation of the weights; larger ones make the logits differ more.
@@ -168,7 +168,7 @@ def tiny_qwen3(
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    model = _initialised(config, seed, getattr(torch, dtype))
+    model = _initialized(config, seed, getattr(torch, dtype))
     model.generation_config = GenerationConfig(
         do_sample=True, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
     )
@@ -185,7 +185,7 @@ def _with_tokenizer(path: Path, tokenizer: PreTrainedTokenizerFast | None) -> An
     return tiny_tokenizer(path, alphabet="0123456789+-*/=.")
 
 
-def _initialised(config: Any, seed: int, dtype: torch.dtype) -> Any:
+def _initialized(config: Any, seed: int, dtype: torch.dtype) -> Any:
     # The caller's random state is left as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

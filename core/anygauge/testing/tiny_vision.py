@@ -51,7 +51,7 @@ def tiny_qwen3_vl(
     init_std: float = 0.02,
     seed: int = 0,
 ) -> Path:
-    """Write a complete Hugging Face directory of a randomly initialised Qwen3-VL in float32, return its path.
+    """Write a complete Hugging Face directory of a randomly initialized Qwen3-VL in float32, return its path.
 
     :param tokenizer: From :func:`add_vision_tokens`.
     :param hidden: Width of decoder and tower.

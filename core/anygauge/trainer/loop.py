@@ -190,7 +190,7 @@ def take_steps(loop: Loop, should_stop: Callable[[], bool]) -> None:
         _log.info("step %d of %d: %s", step, total, summary(metrics))
         loop.session.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
         loop.directory.check()  # the health file is written anew
-        with save_if_unhealthy(loop, step, learnt=step > first):
+        with save_if_unhealthy(loop, step, learned=step > first):
             monitor.check(metrics, step)
         ends = step < total and should_stop()
         evaluate_if_due(loop, ends=ends)
@@ -258,15 +258,15 @@ def tell_of_wait(plugins: Plugins, state: RunState, message: str) -> None:
 
 
 @contextmanager
-def save_if_unhealthy(loop: Loop, step: int, *, learnt: bool) -> Iterator[None]:
+def save_if_unhealthy(loop: Loop, step: int, *, learned: bool) -> Iterator[None]:
     """Write a checkpoint where a health rule ends the run, beside those of the steps that were well.
 
-    :param learnt: Whether this part of the run has taken a step before, which would be lost.
+    :param learned: Whether this part of the run has taken a step before, which would be lost.
     """
     try:
         yield
     except HealthError:
-        if learnt:
+        if learned:
             save(loop, step, ends=True)
         raise
 

@@ -103,7 +103,7 @@ def plan_steps(
     """Divide samples among optimizer steps, and each step among ranks by what a model computes for them.
 
     A step takes as many samples as there are. Where those are fewer than ranks, the shortest is repeated for
-    the ranks that have none, with a mask of 0: they work, and nothing is learnt from it.
+    the ranks that have none, with a mask of 0: they work, and nothing is learned from it.
 
     :param aggregation: Says how tokens are averaged over a step.
     :param flops_per_token: From the length of a sequence to the forward operations of one of its tokens.
@@ -159,7 +159,7 @@ def _of_rank(batch: TrainBatch, steps: Sequence[Sequence[int]], idle: Sequence[i
     """Return the batch of a rank.
 
     :param steps: Samples of each optimizer step.
-    :param idle: How many of them, the last ones, nothing is learnt from.
+    :param idle: How many of them, the last ones, nothing is learned from.
     """
     own = select(batch, list(chain.from_iterable(steps)))
     own.steps, own.idle = [len(step) for step in steps], idle

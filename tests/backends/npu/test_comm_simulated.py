@@ -1,4 +1,4 @@
-"""Devices, groups and weights over HCCL on two simulated NPUs: plumbing, never HCCL's own behaviour."""
+"""Devices, groups and weights over HCCL on two simulated NPUs: plumbing, never HCCL's own behavior."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "vpp2-overlap": ("tied", {"pipeline": 2, "virtual_pipeline": 2}, MODES["OVERLAP"]),
     "cp2": ("tied", {"context": 2}, {"recompute": "full"}),
     "ep2": ("experts", {"expert": 2}, {}),
-    "angles-of-neighbours-tp2": ("post-norms", {"tensor": 2}, {}),
+    "angles-of-neighbors-tp2": ("post-norms", {"tensor": 2}, {}),
 }
 
 Train = Callable[..., list[Any]]

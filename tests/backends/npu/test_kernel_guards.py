@@ -60,7 +60,7 @@ def multiply(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return grouped_matmul(x, weight, counts)
 
 
-def normalise(x: Tensor) -> Tensor:
+def normalize(x: Tensor) -> Tensor:
     return layer_norm(x, ones(8), ones(8), 1e-6)
 
 
@@ -248,9 +248,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: multiply(ones(5, 4), ones(2, 3, 4), torch.tensor([6, -1], device="cpu")),
         r"tokens_per_expert \[6, -1\]",
     ),
-    "layer_norm float64": (lambda: normalise(ones(2, 8, dtype=torch.float64)), "x in float64"),
-    "layer_norm two dtypes": (lambda: normalise(ones(2, 8, dtype=FLOAT)), "x in float32 and weight"),
-    "layer_norm wide": (lambda: normalise(ones(2, 16)), r"weight of shape \[8\]\.\n.*\[16\]"),
+    "layer_norm float64": (lambda: normalize(ones(2, 8, dtype=torch.float64)), "x in float64"),
+    "layer_norm two dtypes": (lambda: normalize(ones(2, 8, dtype=FLOAT)), "x in float32 and weight"),
+    "layer_norm wide": (lambda: normalize(ones(2, 16)), r"weight of shape \[8\]\.\n.*\[16\]"),
     "router float64": (lambda: route(ones(3, 8, dtype=torch.float64)), "logits in float64"),
     "router layout": (lambda: route(ones(3, 1, 8)), r"logits of shape \[3, 1, 8\]\.\n.*\[T, E\]"),
     "router no expert": (lambda: route(topk=0), r"a topk of 0\.\n.*takes 1 to 8"),

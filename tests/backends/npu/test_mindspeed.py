@@ -412,8 +412,8 @@ def test_a_provider_may_bring_some_parts_alone(context: Any, caplog: pytest.LogC
 def test_a_provider_of_something_else_breaks_the_contract(context: Any) -> None:
     from anygauge.engines.megatron.layers.provider import SpecProvider, complete
 
-    class Misspelt:
+    class Misspelled:
         def column_paralel_linear(self) -> None: ...
 
     with pytest.raises(PluginError, match=r"column_paralel_linear, which no layer uses"):
-        complete(Misspelt(), SpecProvider(kernels=None, unit_angles=True))  # type: ignore[arg-type]
+        complete(Misspelled(), SpecProvider(kernels=None, unit_angles=True))  # type: ignore[arg-type]

@@ -211,7 +211,7 @@ def test_values_of_a_wrong_kind(attempt: Attempt, path: str, value: Any) -> None
     path=st.sampled_from([path for path, _ in keys()]),
     noise=st.text("abcdefghijklmnopqrstuvwxyz_", min_size=3, max_size=8),
 )
-def test_misspelt_keys(attempt: Attempt, path: str, noise: str) -> None:
+def test_misspelled_keys(attempt: Attempt, path: str, noise: str) -> None:
     assert "unknown key" in str(attempt((f"{path}{noise}q", 1)))
 
 

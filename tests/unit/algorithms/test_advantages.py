@@ -12,7 +12,7 @@ from anygauge.algorithms.advantages import grpo
 REWARDS = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=16)
 
 
-def test_centres_and_scales() -> None:
+def test_centers_and_scales() -> None:
     # mean 2, deviations -2 0 2, sample variance 8 / 2
     advantages = grpo(torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64), eps=0.0)
     assert advantages.tolist() == [-1.0, 0.0, 1.0]
@@ -66,6 +66,6 @@ def test_is_finite_and_keeps_the_order(rewards: list[float]) -> None:
 
 
 @given(REWARDS)
-def test_centred_advantages_add_up_to_nothing(rewards: list[float]) -> None:
+def test_centered_advantages_add_up_to_nothing(rewards: list[float]) -> None:
     advantages = grpo(torch.tensor(rewards, dtype=torch.float64), scale=False)
     assert abs(float(advantages.sum())) <= 1e-9

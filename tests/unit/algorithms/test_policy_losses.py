@@ -216,7 +216,7 @@ def test_rloo_leaves_one_out(rewards: list[float]) -> None:
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_dr_grpo_only_centres() -> None:
+def test_dr_grpo_only_centers() -> None:
     assert dr_grpo(torch.tensor([0.0, 1.0, 5.0])).tolist() == [-2.0, -1.0, 3.0]
 
 

@@ -178,8 +178,8 @@ def test_reinforce_plus_plus_is_the_whitened_return(masks: list[list[int]], gamm
 @given(masks=MASKS)
 def test_the_baseline_variant_is_the_whitened_difference_to_the_group(masks: list[list[int]]) -> None:
     inputs = make_inputs(masks)
-    centred = (inputs.scores - inputs.baselines).tolist()
-    tokens = [value for value, mask in zip(centred, masks, strict=True) for counts in mask if counts]
+    centered = (inputs.scores - inputs.baselines).tolist()
+    tokens = [value for value, mask in zip(centered, masks, strict=True) for counts in mask if counts]
     white = iter(textbook_whiten(tokens))
     expected = [next(white) if counts else 0.0 for mask in masks for counts in mask]
     found = reinforce_plus_plus_baseline(inputs).advantages.tolist()

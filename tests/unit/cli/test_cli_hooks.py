@@ -107,6 +107,6 @@ def test_a_plugin_for_an_unknown_backend_is_named(
     bare: Callable[..., Plugins], capsys: pytest.CaptureFixture[str]
 ) -> None:
     info = PluginInfo(contract_version=CONTRACT_VERSION, backends=("cpuu", "cpu"))
-    bare().register(SimpleNamespace(describe_plugin=hookimpl(lambda: info)), "misspelt")
+    bare().register(SimpleNamespace(describe_plugin=hookimpl(lambda: info)), "misspelled")
     assert main(["hooks", "--backend", "cpu"]) == 0
-    assert "Plugin 'misspelt' is for unknown backends: cpuu\n" in capsys.readouterr().out
+    assert "Plugin 'misspelled' is for unknown backends: cpuu\n" in capsys.readouterr().out

@@ -210,9 +210,9 @@ def test_a_function_of_the_users_own_may_be_named_everywhere(load: Load, plugins
     tables = {"reward": reward} if reward else {}
     problems = found_problems(lambda: load(tables, [naming(key, OWN_KEYS[key])]))
     assert not [line for line in problems if line.startswith(key)]
-    problems = found_problems(lambda: load(tables, [naming(key, "own_functions:misspelt")]))
+    problems = found_problems(lambda: load(tables, [naming(key, "own_functions:misspelled")]))
     (problem,) = [line for line in problems if line.startswith(key)]
-    assert "own_functions.py) has no 'misspelt'" in problem, "the file says which module was found"
+    assert "own_functions.py) has no 'misspelled'" in problem, "the file says which module was found"
     problems = found_problems(lambda: load(tables, [naming(key, "own_functions:NUMBER")]))
     (problem,) = [line for line in problems if line.startswith(key)]
     assert "it is not a function" in problem

@@ -104,7 +104,7 @@ def test_the_sum_of_the_weights_may_be_beyond_a_float() -> None:
     assert drawn(Mixture([10, 10], [1e308, 1e308], 3), 50) == drawn(Mixture([10, 10], [1, 1], 3), 50)
 
 
-def test_neighbouring_seeds_choose_differently() -> None:
+def test_neighboring_seeds_choose_differently() -> None:
     first, second = (Mixture([1, 1], [1, 1], seed).next(1000) for seed in (4, 5))
     assert 400 < np.count_nonzero(first != second) < 600
 

@@ -14,7 +14,7 @@ from anygauge_hooks.errors import ConfigError
 from anygauge_tests.ranks import coordinates
 
 
-def test_neighbours_divide_matrices_then_sequences_then_samples_then_layers() -> None:
+def test_neighbors_divide_matrices_then_sequences_then_samples_then_layers() -> None:
     layout = Layout(16, Parallel(tensor=2, context=2, pipeline=2))
     found = [coordinates(layout, rank) for rank in range(16)]
     assert [each.tensor for each in found] == [0, 1] * 8

@@ -85,7 +85,7 @@ def qwen3(tmp_path: Path) -> Path:
 
 
 def tiny_model(directory: Path, name: str, **options: Any) -> Path:
-    """Write a randomly initialised model whose vectors differ from their first values."""
+    """Write a randomly initialized model whose vectors differ from their first values."""
     kind = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
     model = AutoModelForCausalLM.from_config(kind(**{**TINY, **MODELS.get(name, {}), **options}))
     generator = torch.Generator().manual_seed(1)

@@ -233,7 +233,7 @@ def test_a_tower_takes_part_in_a_step_of_text(make_engine: MakeEngine, samples: 
 def test_a_tower_that_several_ranks_hold_runs_in_every_pass(
     make_engine: MakeEngine, samples: list[TrainSample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights are gathered by all ranks together, also where nothing is learnt."""
+    """Its weights are gathered by all ranks together, also where nothing is learned."""
     engine, passes = make_engine(freeze=["vision"]), []
     (tower,) = engine.root.towers
     tower.module.register_forward_hook(lambda *_: passes.append(1))

@@ -94,7 +94,7 @@ def plain(
     def merge(hidden: Tensor, features: Features, sum_over: Any = None) -> tuple[Tensor, Deposits]:
         assert sum_over is None
         merged = hidden.index_copy(0, features.rows, features.main[features.source].unsqueeze(1))
-        return merged, Deposits(features.levels, features.rows, features.source, is_learnt=False)
+        return merged, Deposits(features.levels, features.rows, features.source, is_learned=False)
 
     with monkeypatch.context() as patch:
         patch.setattr(model, "merge", merge)
@@ -157,7 +157,7 @@ def test_a_tower_that_learns_runs_without_images(make_engine: MakeEngine, mixed:
     assert all(each.grad_added_to_main_grad or each.main_grad is not None for each in tower.parameters())
     assert not any(each.any() for name, each in gradients.items() if name.startswith("visual."))
     batches.log_probs(engine, mixed[:1], temperature=1.0)
-    assert tower.passes == 1, "nothing is learnt from a pass that only asks"
+    assert tower.passes == 1, "nothing is learned from a pass that only asks"
 
 
 @pytest.mark.parametrize(("frozen", "learning"), [("vision", "decoder"), ("language", "visual")])

@@ -1,4 +1,4 @@
-"""Families that another package registers: layers and models of their own, and fields that nobody honours."""
+"""Families that another package registers: layers and models of their own, and fields that nobody honors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ DISREGARDED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", DISREGARDED, ids=lambda fields: next(iter(fields)))
-def test_a_field_that_no_module_honours_is_refused(make_engine: MakeEngine, fields: dict[str, Any]) -> None:
+def test_a_field_that_no_module_honors_is_refused(make_engine: MakeEngine, fields: dict[str, Any]) -> None:
     ((name, value),) = fields.items()
     with pytest.raises(ConfigError) as caught:
         make_engine(with_fields(**fields))
@@ -107,7 +107,7 @@ def test_dropout_that_a_family_does_not_mention_is_none(make_engine: MakeEngine)
     assert {getattr(transformer, name) for name in fields} == {0.0}
 
 
-def test_layers_of_a_familys_own_may_honour_what_ours_do_not(make_engine: MakeEngine) -> None:
+def test_layers_of_a_familys_own_may_honor_what_ours_do_not(make_engine: MakeEngine) -> None:
     family = with_fields(window_size=(4, 0), activation_func=F.gelu)
     model = replace(
         megatron_model(family), layers=lambda hf: [LayerKind(build=own_layer)] * hf["num_hidden_layers"]

@@ -25,7 +25,7 @@ MakeEngine = Callable[..., Any]
 GROUPS = ((20, (5, 1, 12)), (7, (9, 9)), (11, (3,)), (1, (2, 4)))
 """Tokens of each prompt, and of the responses to it."""
 SILENT = 1
-"""A sample that nothing is learnt from."""
+"""A sample that nothing is learned from."""
 WHOLE = sum(prompt + own for prompt, responses in GROUPS for own in responses)
 SHARED = sum(prompt + sum(responses) for prompt, responses in GROUPS)
 

@@ -321,7 +321,7 @@ def test_experts_are_as_the_ledger_says(config: Config, context: WorkerContext, 
     assert layer.router.router_replay is None
 
 
-def test_building_a_rollout_model_restores_the_initialisers(
+def test_building_a_rollout_model_restores_the_initializers(
     config: Config, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from anygauge.serving.embedded.engine import _from_transformers, _load

@@ -180,7 +180,7 @@ def test_an_unknown_revision(hugging_face: Any, make_config: MakeConfig) -> None
 def test_a_gated_model(config: Config, hugging_face: Any, repositories: dict[str, Any]) -> None:
     repositories["Tiny/Qwen3"].access = "gated"
     text = refused(config)
-    assert f"Accept the licence on {hugging_face.url}/Tiny/Qwen3" in text
+    assert f"Accept the license on {hugging_face.url}/Tiny/Qwen3" in text
     assert "hf auth login" in text
     assert "HF_TOKEN" in text
 

@@ -44,7 +44,7 @@ def make_inputs(
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
 
-def materialised(hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy_grad: bool) -> Pair:
+def materialized(hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy_grad: bool) -> Pair:
     return vocab_parallel_logprob(hidden @ weight.t(), targets, TEMPERATURE, None, entropy_grad=entropy_grad)
 
 
@@ -69,7 +69,7 @@ def assert_all_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], to
 def test_is_what_all_logits_give(tile: tuple[int, int], entropy_grad: bool) -> None:
     hidden, weight, targets = make_inputs()
     found = linear_logprob(hidden, weight, targets, TEMPERATURE, None, entropy_grad=entropy_grad)
-    expected = materialised(hidden, weight, targets, entropy_grad=entropy_grad)
+    expected = materialized(hidden, weight, targets, entropy_grad=entropy_grad)
     assert_all_close(found, expected, 1e-12)
     assert (found[0].requires_grad, found[1].requires_grad) == (True, entropy_grad)
     pairs = [gradients(pair, (hidden, weight), entropy_grad=entropy_grad) for pair in (found, expected)]
@@ -91,7 +91,7 @@ def test_rounds_no_more_than_all_logits(tile: tuple[int, int], dtype: torch.dtyp
     found = linear_logprob(hidden, weight, targets, TEMPERATURE, None, entropy_grad=True)
     assert [out.dtype for out in found] == [torch.float32, torch.float32]
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    expected = materialised(wide[0], wide[1], targets, entropy_grad=True)
+    expected = materialized(wide[0], wide[1], targets, entropy_grad=True)
     assert_all_close(found, expected, tolerance)
     assert_all_close(
         gradients(found, (hidden, weight), entropy_grad=True),
@@ -178,7 +178,7 @@ def test_padding_takes_no_part(tile: tuple[int, int]) -> None:
         weight[26:] = 100.0
     targets.clamp_(max=25)
     found = linear_logprob(hidden, weight, targets, TEMPERATURE, None, entropy_grad=True, vocab_size=26)
-    expected = materialised(hidden, weight[:26], targets, entropy_grad=True)
+    expected = materialized(hidden, weight[:26], targets, entropy_grad=True)
     assert_all_close(found, expected, 1e-12)
     pairs = [gradients(pair, (hidden, weight), entropy_grad=True) for pair in (found, expected)]
     assert_all_close(*pairs, 1e-12)
@@ -427,7 +427,7 @@ def test_a_second_call_adds_a_second_time() -> None:
     (losses[0] + losses[1]).backward()
     expected = sum(
         torch.autograd.grad(
-            materialised(hidden * factor, weight, targets, entropy_grad=False)[0].sum(), weight
+            materialized(hidden * factor, weight, targets, entropy_grad=False)[0].sum(), weight
         )[0]
         for factor in (1.0, 0.5)
     )
@@ -450,7 +450,7 @@ def test_an_embedding_that_shares_the_weight_keeps_its_gradient(embedding_first:
         return linear_logprob(hidden, weight, targets, TEMPERATURE, None, entropy_grad=False)[0].sum()
 
     def plain(hidden: Tensor, weight: Tensor) -> Tensor:
-        return materialised(hidden, weight, targets, entropy_grad=False)[0].sum()
+        return materialized(hidden, weight, targets, entropy_grad=False)[0].sum()
 
     extra = parameter.square().sum() if embedding_first else 0.0
     (extra + loss(parameter, fused)).backward()
@@ -509,5 +509,5 @@ def test_no_tensor_is_as_large_as_all_logits(
     found = linear_logprob(hidden, weight, ids, TEMPERATURE, None, entropy_grad=False, rest=True)
     found[0].sum().backward()
     assert largest.elements == 2 * 64 * 128, "the two buffers of a tile"
-    materialised(hidden, weight, targets, entropy_grad=entropy_grad)
+    materialized(hidden, weight, targets, entropy_grad=entropy_grad)
     assert largest.elements == tokens * vocab, "the count sees nothing"

@@ -94,7 +94,7 @@ def test_varlen_attention_is_sdpa_per_sequence(dtype: torch.dtype, causal: bool)
     torch.testing.assert_close(found, torch.cat(expected, dim=1).transpose(0, 1))
 
 
-def test_a_sequence_sees_nothing_of_its_neighbours() -> None:
+def test_a_sequence_sees_nothing_of_its_neighbors() -> None:
     q, k, v = (torch.randn(9, 2, 8) for _ in range(3))
     before = reference.varlen_attention(q, k, v, (4, 5), 1.0, causal=True)
     k[4:], v[4:] = 0, 0

@@ -161,7 +161,7 @@ def test_thinning_keeps_ends_and_extremes(values: list[float | None], most: int)
         assert (min(shown), max(shown)) == (min(numbers), max(numbers))
 
 
-def test_smoothing_is_centred_passes_over_gaps_and_ends_half_a_window_early() -> None:
+def test_smoothing_is_centered_passes_over_gaps_and_ends_half_a_window_early() -> None:
     line = [(step, float(step)) for step in range(100)]
     assert smooth(line, 11, 1000) == line[5:-5]
     assert smooth([(0, 1.0), (1, None), (2, 3.0)], 3, 10) == [(1, 2.0)]

@@ -55,8 +55,8 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> module.Loop:
     monkeypatch.setattr(module, "rollout_batch", lambda *_: batch)
     groups = [Group(prompt=PROMPT, samples=(SAMPLE,))]
     rollouts = SimpleNamespace(collect=lambda step: (groups, 0.0), metrics=dict)
-    centred = NamedFunction(name="centred", fn=lambda rewards_G: rewards_G - rewards_G.mean(), kind="group")
-    plugins = SimpleNamespace(notify=lambda *_, **__: None, find=lambda *_: centred)
+    centered = NamedFunction(name="centered", fn=lambda rewards_G: rewards_G - rewards_G.mean(), kind="group")
+    plugins = SimpleNamespace(notify=lambda *_, **__: None, find=lambda *_: centered)
     components, state = (
         Components(trains=True, generates=True),
         SimpleNamespace(version=2, part_names={TRAINING: PartNames()}),

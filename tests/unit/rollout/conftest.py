@@ -133,7 +133,7 @@ def user_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Write an importable module of a user and return its name."""
     name, folder = "user_rewards_under_test", tmp_path_factory.mktemp("user")
     (folder / f"{name}.py").write_text(MODULE)
-    (folder / f"{name}_broken.py").write_text("raise RuntimeError('no licence')")
+    (folder / f"{name}_broken.py").write_text("raise RuntimeError('no license')")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield name

@@ -76,7 +76,7 @@ def test_a_function_that_cannot_be_called(
         ("user_rewards_under_test:missing", "has no 'missing'"),
         ("user_rewards_under_test:number", "is int, not a function"),
         ("user_rewards_under_test:full.inner", "has no 'full.inner'"),
-        ("user_rewards_under_test_broken:reward", "RuntimeError('no licence')"),
+        ("user_rewards_under_test_broken:reward", "RuntimeError('no license')"),
         (":reward", "ValueError"),
     ],
 )

@@ -50,7 +50,7 @@ def test_devices_that_ray_counts_itself_are_declared_to_no_cluster() -> None:
     assert CPU.scheduler_resource not in DETECTED_BY_RAY
 
 
-def test_neighbouring_ranks_share_a_node() -> None:
+def test_neighboring_ranks_share_a_node() -> None:
     assert rank_order({0: "b", 1: "a", 2: "b", 3: "a"}) == [0, 2, 1, 3]
 
 

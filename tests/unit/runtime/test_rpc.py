@@ -94,7 +94,7 @@ def test_an_exception_that_cannot_travel_leaves_its_text() -> None:
         (ValueError("no connection to the data"), False),
     ],
 )
-def test_a_lost_peer_is_recognised(error: Exception, lost: bool) -> None:
+def test_a_lost_peer_is_recognized(error: Exception, lost: bool) -> None:
     assert caught(error).lost_peer == lost
 
 

@@ -57,7 +57,7 @@ def test_uniforms_are_uniform_over_seeds_and_over_positions() -> None:
         assert numbers.max() < 1
 
 
-def test_uniforms_of_neighbouring_seeds_and_positions_are_unrelated() -> None:
+def test_uniforms_of_neighboring_seeds_and_positions_are_unrelated() -> None:
     table = uniforms(seed_tensor(range(4096), HOST), 0, 4)
     for other in (table[1], table[0].roll(1), table[3].roll(-1)):
         correlation = torch.corrcoef(torch.stack([table[0], other]))[0, 1]

@@ -292,9 +292,9 @@ def advantage(a: Algorithm, x: Tokens, rewards: Tensor) -> tuple[Tensor, Tensor]
     ones = torch.ones_like(x.q)
     match a.advantage:
         case "grpo":
-            centred = x.reward - float(rewards.mean()) * options["center"]
+            centered = x.reward - float(rewards.mean()) * options["center"]
             scale = 1 / (float(rewards.std()) + options["eps"]) if options["scale"] else 1.0
-            return ones * centred * scale, ones
+            return ones * centered * scale, ones
         case "dr_grpo" | "reinforce_plus_plus_baseline":
             return ones * (x.reward - x.baseline), ones
         case "rloo":

@@ -175,13 +175,13 @@ def test_no_rank_is_without_work(
     (alone,) = plan_samples(samples, num_steps, 1, aggregation)
     assert {len(batch.steps) for batch in plan} == {min(num_steps, len(samples))}
     assert all(count > 0 for batch in plan for count in batch.steps)
-    assert learnt(plan) == learnt([alone])
+    assert learned(plan) == learned([alone])
     idle = [each for batch in plan for each in unpack_samples(batch) if not any(each.loss_mask)]
     assert plan_metrics(plan, float)["train/idle_samples"] == len(idle)
     assert len(idle) == sum(max(num_ranks - count, 0) for count in alone.steps)
 
 
-def learnt(plan: Sequence[TrainBatch]) -> list[dict[int, float]]:
+def learned(plan: Sequence[TrainBatch]) -> list[dict[int, float]]:
     """Return the weight of each sample by optimizer step; what repeats another has none."""
     return [
         {

@@ -68,7 +68,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the normalised ``x``."""
+        """Return the normalized ``x``."""
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return _norm(x, weight, eps)
@@ -114,7 +114,7 @@ def _norm(
     height = max(1, TILE // columns)
     adds = residual is not None
     # where nothing is added, y stands for the residual and the sums, which are not touched then
-    _normalise[(triton.cdiv(rows.number, height),)](
+    _normalize[(triton.cdiv(rows.number, height),)](
         *rows, residual.contiguous() if residual is not None else y, sums if adds else y,
         weight.contiguous(), y, eps, width, height, columns, adds,
         num_warps=warps_for(height * columns, EACH),
@@ -153,7 +153,7 @@ def _shape(width: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _normalise(
+def _normalize(
     x: tl.tensor,
     count: int,
     inner: int,
@@ -169,7 +169,7 @@ def _normalise(
     COLUMNS: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """Normalise some rows, or their sums with a residual as they are written."""
+    """Normalize some rows, or their sums with a residual as they are written."""
     row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     here = (row < count) & (column < WIDTH)

@@ -25,7 +25,7 @@ PROGRAMS_PER_PROCESSOR = 8
 def qk_norm_rotary(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys, normalised and rotated in float32, and values where they are.
+    """Return queries and keys, normalized and rotated in float32, and values where they are.
 
     See :class:`anygauge_hooks.kernels.QkNormRotary`.
 
@@ -166,7 +166,7 @@ def _split(
     HEIGHT: tl.constexpr,
     KEY_HEIGHT: tl.constexpr,
 ):
-    """Normalise and turn all heads of one token."""
+    """Normalize and turn all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     source = qkv + token * GROUPS * SLOTS * WIDTH
     _split_heads(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["label_rule", "reward_functions", "reward_rule"]
 
 HOOK = "register_reward_functions"
-LABELLED = ("dapo", "exact_match", "f1", "math", "multiple_choice")
+LABELED = ("dapo", "exact_match", "f1", "math", "multiple_choice")
 """Functions that compare with a label."""
 OF_ONE_FUNCTION = tuple(key for key in RewardFunction.model_fields if key != "function")
 """Keys that each part has for itself."""
@@ -72,7 +72,7 @@ def label_rule(config: Config, user_keys: Collection[str]) -> Problems:
     """Yield rewards that need a label where ``data.label_key`` is not set."""
     for section, label_key, reward in _labels(config):
         for _, name, _ in _functions(section, reward):
-            if name in LABELLED and label_key is None:
+            if name in LABELED and label_key is None:
                 hint = f"reward {name!r} compares with a label; name the field that holds it"
                 yield ConfigProblem(path=f"{section}.label_key", found=None, hint=hint)
 

@@ -146,7 +146,7 @@ def decoding() -> Iterator[None]:
 def as_pixels(image: Image) -> NDArray[Any]:
     """Return RGB on white, turned as the camera says, uint8 ``[height, width, 3]``.
 
-    Sixteen bits of grey are brought to eight by their upper ones.
+    Sixteen bits of gray are brought to eight by their upper ones.
     """
     from PIL import Image
 

@@ -273,7 +273,7 @@ class _TableAttention:
         return self.o_proj(output.flatten(2)), more
 
     def _prepared(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return normalised and rotated queries and keys, ``[T, H, D]``."""
+        """Return normalized and rotated queries and keys, ``[T, H, D]``."""
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         return self.rotate(q, k, cos, sin)

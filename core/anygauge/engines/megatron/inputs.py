@@ -156,7 +156,7 @@ def _pack(
     shown, tokens = [batch.media[i] for i in indices], torch.cat(chosen)
     groups = group_by_prompt(batch, indices) if packs_prefixes else ()
     parts, token_rows = _layout(lengths, responses, groups, cut)
-    learnt = [not is_idle and bool(masks[i].any()) for i in indices]
+    learned = [not is_idle and bool(masks[i].any()) for i in indices]
     positions = None if media is None else media_positions(chosen, shown, media)
     rows, targets, local_responses = _responses(tokens, lengths, responses, parts, token_rows)
     return MicroBatch(
@@ -166,7 +166,7 @@ def _pack(
         responses=response_rows(batch.response_lengths, indices),
         media=shown,
         parts=parts,
-        inputs=model_inputs(tokens, lengths, parts, learnt, positions, token_rows),
+        inputs=model_inputs(tokens, lengths, parts, learned, positions, token_rows),
         rows=rows,
         targets=targets,
         local_responses=local_responses,
@@ -235,7 +235,7 @@ def model_inputs(
     tokens: Tensor,
     lengths: Sequence[int],
     parts: SequenceParts | None = None,
-    learnt: Sequence[bool] = (),
+    learned: Sequence[bool] = (),
     media_positions: Tensor | None = None,
     token_rows: Tensor | None = None,
 ) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def model_inputs(
     :param tokens: ``[T]``, int64.
     :param lengths: Length of each sequence; they sum to ``T``.
     :param parts: How they are divided among ranks; not at all, if nothing is said.
-    :param learnt: Whether anything is learnt from each sequence; all are, if nothing is said. The others
+    :param learned: Whether anything is learned from each sequence; all are, if nothing is said. The others
         count as padding.
     :param media_positions: ``[3, T]``, int64, where media have positions of their own.
     :param token_rows: ``[T]``, int64: which packed row each token is; tokens of a shared prompt are the same.
@@ -272,7 +272,7 @@ def model_inputs(
             key_lengths=None if parts.is_self_contained else parts.key_lengths,
             key_rows=None if parts.is_self_contained else parts.key_rows,
             parts=parts,
-            counts=_counts(lengths, parts, learnt, token_rows),
+            counts=_counts(lengths, parts, learned, token_rows),
         ),
     }
 
@@ -283,10 +283,10 @@ def _positions(lengths: Sequence[int]) -> Tensor:
 
 
 def _counts(
-    lengths: Sequence[int], parts: SequenceParts, learnt: Sequence[bool], token_rows: Tensor
+    lengths: Sequence[int], parts: SequenceParts, learned: Sequence[bool], token_rows: Tensor
 ) -> Tensor | None:
-    """Return how many sequences that something is learnt from each of this rank's tokens belongs to."""
-    counted = [length if each else 0 for length, each in zip(lengths, learnt, strict=bool(learnt))]
+    """Return how many sequences that something is learned from each of this rank's tokens belongs to."""
+    counted = [length if each else 0 for length, each in zip(lengths, learned, strict=bool(learned))]
     rows = token_rows.index_select(0, ranges(starts(lengths), counted or list(lengths)))
     counts = torch.zeros(sum(parts.lengths), dtype=torch.int64).index_add_(0, rows, torch.ones_like(rows))
     return None if bool((counts == 1).all()) else counts.index_select(0, parts.own_rows)

@@ -429,7 +429,7 @@ def _all_rotary(model: MegatronModel, hf: Mapping[str, Any], positions: Tensor) 
 
 
 def _check_known(family: str, architecture: Mapping[str, Any]) -> None:
-    """Refuse what only modules of the family's own could honour.
+    """Refuse what only modules of the family's own could honor.
 
     :raises ConfigError: The model that is built here would be another one.
     """
@@ -506,7 +506,7 @@ def _with_modalities(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[M
 def _mark_split(tensors: Mapping[str, Tensor], rules: Iterable[TensorRule]) -> None:
     """Mark the parameters of which each tensor-parallel rank has another part.
 
-    Megatron does so while it initialises them, which is left out here. Without the mark the gradient norm
+    Megatron does so while it initializes them, which is left out here. Without the mark the gradient norm
     counts the part of the first rank alone.
     """
     for rule in rules:

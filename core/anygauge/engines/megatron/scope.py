@@ -96,7 +96,7 @@ class DeviceScope(AbstractContextManager[None]):
     """Redirects literal device names while it is open. Reusable, nestable, and safe to enter from any thread.
 
     :raises ScopeError: On entry: a scope of another device type is open in this process, the process has
-        already initialised the vendor's own device, or the device's map is incomplete.
+        already initialized the vendor's own device, or the device's map is incomplete.
     """
 
     def __init__(self, scope_map: ScopeMap) -> None:

@@ -30,7 +30,7 @@ class Call(NamedTuple):
         except ValueError:
             return self.arguments
 
-    def spelt(self) -> str:
+    def spelled(self) -> str:
         """Return the arguments as JSON in one spelling, or the text where it is none."""
         value = self.parsed()
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -50,10 +50,10 @@ class Message(NamedTuple):
     images: tuple[str, ...] = ()
     """``data:`` or addresses, in the order of their places in the content."""
 
-    def for_template(self, *, spelt: bool = False) -> dict[str, Any]:
+    def for_template(self, *, spelled: bool = False) -> dict[str, Any]:
         """Return the message as chat templates read it.
 
-        :param spelt: Whether arguments of calls are JSON text; most templates want the object.
+        :param spelled: Whether arguments of calls are JSON text; most templates want the object.
         """
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
@@ -65,7 +65,7 @@ class Message(NamedTuple):
                     "type": "function",
                     "function": {
                         "name": call.name,
-                        "arguments": call.spelt() if spelt else call.parsed(),
+                        "arguments": call.spelled() if spelled else call.parsed(),
                     },
                 }
                 for call in self.calls

@@ -59,21 +59,21 @@ class Renderer:
             raise bad_request(f"chat_template_kwargs cannot set {sorted(taken)}.", "chat_template_kwargs")
         try:
             try:
-                return self._applied(chat, generate, spelt=False)
+                return self._applied(chat, generate, spelled=False)
             except TemplateRefusal as refusal:
                 if not isinstance(refusal.__cause__, TypeError):
                     raise
                 # DeepSeek's template joins the arguments of calls to text
-                return self._applied(chat, generate, spelt=True)
+                return self._applied(chat, generate, spelled=True)
         except (TemplateRefusal, ConfigError) as refusal:
             error = refusal.__cause__ if isinstance(refusal, TemplateRefusal) else refusal
             problem = f"The chat template does not take this conversation: {type(error).__name__}: {error}"
             raise bad_request(problem, "messages") from error
 
-    def _applied(self, chat: Chat, generate: bool, *, spelt: bool) -> str:
+    def _applied(self, chat: Chat, generate: bool, *, spelled: bool) -> str:
         return apply_template(
             self._tokenizer,
-            [message.for_template(spelt=spelt) for message in chat.messages],
+            [message.for_template(spelled=spelled) for message in chat.messages],
             [dict(tool) for tool in chat.tools],
             generate=generate,
             options={**self._options, **chat.options},

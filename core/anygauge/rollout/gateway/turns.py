@@ -77,7 +77,7 @@ class Turns:
 
         :raises Refusal: The chat cannot be rendered.
         """
-        key, said = self._recognised(chat)
+        key, said = self._recognized(chat)
         chat = chat._replace(messages=tuple(_as_recorded(chat, said)))
         text = self.renderer.render(chat, generate=True)
         opened = self.renderer.opens_thinking(text)
@@ -89,7 +89,7 @@ class Turns:
         shown = self.images.placed(self.renderer.encode(text), chat.messages)
         return Plan(shown, key, None, opened)
 
-    def _recognised(self, chat: Chat) -> tuple[str, dict[int, Turn]]:
+    def _recognized(self, chat: Chat) -> tuple[str, dict[int, Turn]]:
         """Return the key of a chat, and which of its messages are turns that were recorded."""
         key, said = start(chat), {}
         for position, message in enumerate(chat.messages):

@@ -36,7 +36,7 @@ def dapo(response: str, label: Any, *, boxed: bool = False) -> dict[str, Any]:
     r"""Return ``{"score": 1 or -1, "acc": bool, "pred": str}`` for the final answer of a response.
 
     The answer is what follows the last ``Answer:`` among the last 300 characters. It and the label are
-    normalised like the answers of Minerva (https://arxiv.org/abs/2206.14858 appendix D.1), and compared as
+    normalized like the answers of Minerva (https://arxiv.org/abs/2206.14858 appendix D.1), and compared as
     text: ``1/2`` is not ``0.5``, and ``34.0`` is not ``34``.
 
     :param response: The text of a sample.
@@ -58,7 +58,7 @@ def _verdict(correct: bool, answer: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def _expected(label: str) -> frozenset[str]:
-    """Return a label normalised, for ``34.0`` also as ``34``: the recipe's answers are all integers."""
+    """Return a label normalized, for ``34.0`` also as ``34``: the recipe's answers are all integers."""
     expected = normalized(label)
     integral = re.fullmatch(r"[-+]?\d{1,15}\.0*", expected)
     return frozenset({expected, str(int(float(expected)))} if integral else {expected})

@@ -63,7 +63,7 @@ def uniforms(seeds: Tensor, position: int, count: int = 1) -> Tensor:
     """Return numbers in ``[0, 1)`` for each seed, pure functions of the seed and the position.
 
     SplitMix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195, figure 17), with the mixed
-    seed as its state so that the streams of neighbouring seeds share nothing.
+    seed as its state so that the streams of neighboring seeds share nothing.
 
     :param seeds: ``[B]``, int64.
     :param position: Index of the first token within its response.
@@ -135,7 +135,7 @@ def _draw(
 def _truncate(probs: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Return the weights that are left, most probable first, and their tokens.
 
-    ``top_p`` applies to what ``top_k`` leaves, renormalised: the fewest tokens that hold this share of it
+    ``top_p`` applies to what ``top_k`` leaves, renormalized: the fewest tokens that hold this share of it
     (https://arxiv.org/abs/1904.09751 equation 2).
     """
     if 0 < params.top_k < probs.shape[-1]:

@@ -121,7 +121,7 @@ class FusedRmsNorm(nn.Module):
         self.weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
+        """Normalize."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 

@@ -77,7 +77,7 @@ def test_a_tool_loop_is_one_sample_with_the_very_tokens(serve: Any, tokenizer: A
             assert message.reasoning_content == "I look."
             [call] = message.tool_calls
             assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Paris"}')
-            # As agents do: the reasoning is dropped, the arguments are spelt anew.
+            # As agents do: the reasoning is dropped, the arguments are spelled anew.
             messages += [
                 {
                     "role": "assistant",

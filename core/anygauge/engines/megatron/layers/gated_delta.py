@@ -135,7 +135,7 @@ class GatedDeltaNet(MegatronModule):
             **linear,
         )
         self.conv1d = _Taps(sum(self.parts), config)
-        # Megatron leaves the values of parameters to whoever loads them; these have no initialisation.
+        # Megatron leaves the values of parameters to whoever loads them; these have no initialization.
         self.dt_bias, self.A_log = (
             nn.Parameter(torch.ones(self.heads, dtype=config.params_dtype)) for _ in range(2)
         )

@@ -106,7 +106,7 @@ def _build_norm(spec: Any, config: TransformerConfig) -> nn.Module:
 
 
 def _after(norm: nn.Module, bias_dropout_add: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a builder like ``bias_dropout_add`` whose function normalises what it adds."""
+    """Return a builder like ``bias_dropout_add`` whose function normalizes what it adds."""
 
     def build(training: bool, fused: bool) -> Callable[..., Tensor]:
         return partial(_add_normed, norm, bias_dropout_add(training, fused))

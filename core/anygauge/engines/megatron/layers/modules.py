@@ -106,25 +106,25 @@ class RmsNorm(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, with_sum: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise the last dimension of ``x``, or of its sum with a residual.
+        """Normalize the last dimension of ``x``, or of its sum with a residual.
 
         :param residual: Only with the sum.
-        :param with_sum: Whether what is normalised is returned too, before its norm, for what goes around
-            that: their gradients meet in one kernel. Not of weights that are centred on 0.
+        :param with_sum: Whether what is normalized is returned too, before its norm, for what goes around
+            that: their gradients meet in one kernel. Not of weights that are centered on 0.
         """
         if not with_sum:
             assert residual is None
-            output = self._normalise(x)
-            return can_be_made(output, self._normalise, x) if self.remade else output
+            output = self._normalize(x)
+            return can_be_made(output, self._normalize, x) if self.remade else output
         assert not self.is_zero_centered
         total, output = self.add(x, self.weight, self.eps, residual)
-        return total, can_be_made(output, self._normalise_sum, total) if self.remade else output
+        return total, can_be_made(output, self._normalize_sum, total) if self.remade else output
 
-    def _normalise_sum(self, total: Tensor) -> Tensor:
+    def _normalize_sum(self, total: Tensor) -> Tensor:
         """Make the output again by the op that made it: another source may give other bits."""
         return self.add(total, self.weight, self.eps, None)[1]
 
-    def _normalise(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor) -> Tensor:
         if self.is_zero_centered:
             return self.kernel(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
         return self.kernel(x, self.weight, self.eps)
@@ -142,14 +142,14 @@ class WideNorm(RmsNorm):
         if config.tensor_model_parallel_size > 1:
             raise ConfigError(
                 f"train.parallel.tensor = {config.tensor_model_parallel_size} divides the heads of a model "
-                "whose queries and keys are normalised over all heads.",
+                "whose queries and keys are normalized over all heads.",
                 hint="Leave it at 1; pipeline, context and data parallelism divide such a model.",
             )
         super().__init__(config, hidden_size * heads, eps, **options)
 
-    def _normalise(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor) -> Tensor:
         """Return ``[..., N, D]`` of the same."""
-        return super()._normalise(x.flatten(-2)).view(x.shape)
+        return super()._normalize(x.flatten(-2)).view(x.shape)
 
 
 def is_plain(norm: Any) -> bool:
@@ -197,7 +197,7 @@ class LayerNorm(nn.Module):
         self.kernel = kernels.resolve("layer_norm", dtype=config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of ``x``."""
+        """Normalize the last dimension of ``x``."""
         return self.kernel(x, self.weight, self.bias, self.eps)
 
 
@@ -293,6 +293,6 @@ def _make_sinks(config: TransformerConfig) -> nn.Parameter:
 
 
 def _halves(x: Tensor, rotary: int) -> Tensor:
-    """Move pairs of neighbours into two halves; alike for queries and keys, scores stay the same."""
+    """Move pairs of neighbors into two halves; alike for queries and keys, scores stay the same."""
     turned = x[..., :rotary].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return torch.cat((turned, x[..., rotary:]), dim=-1)

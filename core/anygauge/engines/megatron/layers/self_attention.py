@@ -19,7 +19,7 @@ __all__ = ["GatedAttention", "SelfAttention"]
 
 
 class SelfAttention(MegatronSelfAttention):
-    """Splits, normalises and rotates in one op where all of these are ours; else it does as Megatron does."""
+    """Splits, normalizes and rotates in one op where all of these are ours; else it does as Megatron does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -43,10 +43,10 @@ def self_attention(
     window: int | None = None,
     wide_qk_norm: bool = False,
 ) -> ModuleSpec:
-    """Return attention with grouped queries; queries and keys are normalised where the config says so.
+    """Return attention with grouped queries; queries and keys are normalized where the config says so.
 
     :param window: How many of the last tokens a token sees; ``None`` for all.
-    :param wide_qk_norm: Whether they are normalised over all heads.
+    :param wide_qk_norm: Whether they are normalized over all heads.
     """
     core = provider.core_attention()
     norms = (provider.norm() if config.qk_layernorm else None,) * 2

@@ -41,7 +41,7 @@ class Deposits:
     """``[N, H]`` each, without a history."""
     rows: Tensor
     source: Tensor
-    is_learnt: bool
+    is_learned: bool
     """Whether anybody wants the gradients."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """Gradients by level: ``[n, H]``."""
@@ -54,7 +54,7 @@ class Deposits:
         """
         if layer >= len(self.levels):
             return hidden
-        if self.is_learnt and torch.is_grad_enabled():
+        if self.is_learned and torch.is_grad_enabled():
             added: Tensor = _Deposit.apply(hidden, self, layer)
             return added
         return _added(hidden, self, layer)
@@ -68,8 +68,8 @@ def merge(hidden: Tensor, features: Features, sum_over: Any = None) -> tuple[Ten
         gradients of features are summed over it, in one collective.
     """
     levels = [level.detach() for level in features.levels]
-    is_learnt = features.main.requires_grad
-    deposits = Deposits(levels, features.rows, features.source, is_learnt)
+    is_learned = features.main.requires_grad
+    deposits = Deposits(levels, features.rows, features.source, is_learned)
     merged: Tensor = _Merge.apply(hidden, deposits, sum_over, features.main, *features.levels)
     return merged, deposits
 

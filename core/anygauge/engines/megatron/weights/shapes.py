@@ -31,8 +31,8 @@ _SHAPES: Mapping[str, Sequence[str | int | None]] = {
     "self_attention.linear_qkv.layer_norm_weight": _HIDDEN,
     "self_attention.linear_qkv.weight": _ANY_ROWS,
     "self_attention.linear_qkv.bias": (None,),
-    "self_attention.q_layernorm.weight": ("normalised_queries",),
-    "self_attention.k_layernorm.weight": ("normalised_keys",),
+    "self_attention.q_layernorm.weight": ("normalized_queries",),
+    "self_attention.k_layernorm.weight": ("normalized_keys",),
     "self_attention.core_attention.softmax_offset": ("num_attention_heads",),
     "self_attention.linear_proj.weight": ("hidden_size", "values"),
     "self_attention.linear_proj.bias": _HIDDEN,
@@ -72,8 +72,8 @@ _PRODUCTS: Mapping[str, tuple[str | None, Sequence[str]]] = {
     "latent_keys_and_values": ("num_attention_heads", ("qk_head_dim", "v_head_dim")),
     "latent_values": ("num_attention_heads", ("v_head_dim",)),
     "head_values": ("num_attention_heads", ("kv_channels",)),
-    "normalised_queries": ("num_attention_heads", ("kv_channels",)),
-    "normalised_keys": ("num_query_groups", ("kv_channels",)),
+    "normalized_queries": ("num_attention_heads", ("kv_channels",)),
+    "normalized_keys": ("num_query_groups", ("kv_channels",)),
     "delta_values": ("linear_num_value_heads", ("linear_value_head_dim",)),
 }
 """Number of heads, and the parts of one head, whose sizes are added."""
@@ -84,7 +84,7 @@ def _size(dimension: str | int | None, fields: Fields) -> int | None:
         return dimension
     if dimension == "values":
         dimension = "latent_values" if "kv_lora_rank" in fields else "head_values"
-    if dimension.startswith("normalised") and fields["qk_layernorm"]:  # each head by itself
+    if dimension.startswith("normalized") and fields["qk_layernorm"]:  # each head by itself
         dimension = "kv_channels"
     heads, parts = _PRODUCTS.get(dimension, (None, (dimension,)))
     return int(fields[heads] if heads else 1) * sum(int(fields[part]) for part in parts)

@@ -260,7 +260,7 @@ def _versions(meta: Mapping[str, Any], count: int, engine: str) -> tuple[int, ..
 def version_of(label: str | None, engine: str) -> int:
     """Return the number of the weights that an engine serves; without a label they are those it began with.
 
-    :raises RolloutError: Somebody else has labelled them.
+    :raises RolloutError: Somebody else has labeled them.
     """
     if label is None or label == "default":
         return 0
