@@ -119,7 +119,7 @@ def test_a_run_of_the_command_line_is_opened_and_asked(tmp_path: Path) -> None:
     assert run.metrics_list[0]["train/entropy_loss"] > 0
     assert run.report().startswith(str(tmp_path / "run"))
     assert "srcdoc" in run.report()._repr_html_()
-    assert "run: finished, 1 steps" in run._repr_html_()
+    assert "run: finished, 1 step</b>" in run._repr_html_()
     assert run.health is not None
     assert (run.health.step, run.health.status, run.health.firing) == (1, "ok", ())
     (run.directory / "health.json").write_text("{}")

@@ -197,9 +197,8 @@ class RunView:
             for title, ends in shown
             if ends
         )
-        title = html.escape(
-            f"{self.name}: {self.outcome}, {max((row['step'] for row in rows), default=0)} steps"
-        )
+        last = max((row["step"] for row in rows), default=0)
+        title = html.escape(f"{self.name}: {self.outcome}, {last} step{'' if last == 1 else 's'}")
         head = "<tr><th></th><th>first</th><th>last</th></tr>"
         return f"<b>{title}</b><br><code>{html.escape(str(self.directory))}</code><table>{head}{body}</table>"
 

@@ -222,14 +222,14 @@ def _checkpoint_line(run: RunInfo) -> str:
 
 
 def _first_line(run: RunInfo) -> str:
-    begun = f"resumed at step {run.step} of {run.total_steps}" if run.step else f"{run.total_steps} steps"
+    begun = f"resumed at step {run.step} of {run.total_steps}" if run.step else _steps(0, run.total_steps)
     return f"run {run.name}: {begun} on backend {run.where}"
 
 
 def _steps(first: int, last: int) -> str:
     """Return which steps a part of a run did."""
     if not first:
-        return f"{last} steps"
+        return "1 step" if last == 1 else f"{last} steps"
     if last <= first:
         return "no steps"
     return f"step {last}" if last == first + 1 else f"steps {first + 1} to {last}"

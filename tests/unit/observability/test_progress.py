@@ -152,7 +152,7 @@ def test_the_bar_on_a_terminal(run: RunInfo, output: io.StringIO, threads: None)
     text = output.getvalue()
     for part in ("demo", "1/4", "reward  0.5312", "s/step", "eval at step 0  gsm8k 0.25", "left"):
         assert part in text
-    assert text.endswith("run demo: 1 steps in 0:02\n")
+    assert text.endswith("run demo: 1 step in 0:02\n")
 
 
 def test_the_bar_can_be_switched_off(run: RunInfo, output: io.StringIO) -> None:
