@@ -242,11 +242,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--gpu", choices=RATES, default="H200", help="whose rates the plan takes")
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--length", type=int, default=LONG[0], help="tokens of a sample, with --devices")
+    parser.add_argument(
+        "--length", type=int, help=f"tokens of a sample, with --devices; {LONG[0]} by default"
+    )
     parser.add_argument("--cases", nargs="+", help="by default, those of a minute or two")
     parser.add_argument("--shapes", nargs="+", help="only the cases of these shapes")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
+    if args.length and args.devices == 1:
+        parser.error("--length is for --devices: the cases of one have their own")
+    args.length = args.length or LONG[0]
     args.known = CASES if args.devices == 1 else divided(args.devices, args.length)
     if unknown := [name for name in args.cases or () if name not in args.known]:
         parser.error(f"--cases {' '.join(unknown)}: choose from {', '.join(args.known)}")

@@ -120,7 +120,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(others)
     command: argparse.ArgumentParser = args.parser
     if args.command == "keys":  # arguments of other projects are words to look for
-        args.words += [*unknown, *overrides]
+        args.words = [word for word in argv[argv.index("keys") + 1 :] if word not in keys.OPTIONS]
         return args
     if args.command in WITH_CONFIG and unknown:
         hint = meant(unknown[0], command) or "a config key is --section.key value"

@@ -7,16 +7,15 @@ import re
 import shlex
 import stat
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.migrate.table import PROJECTS, convert
+from anygauge.migrate.table import PROJECTS
 
 if TYPE_CHECKING:
     from anygauge.migrate.table import Imported
 
-__all__ = ["HELP", "add_arguments", "import_text", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "Convert a script or config of slime, verl or TRL, which is read and not executed."
 
@@ -46,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the config, and list what has no counterpart and what the config still needs."""
     import tomli_w
 
+    from anygauge.migrate.project import import_text
     from anygauge_hooks.errors import ConfigError
 
     file = Path(args.file)
@@ -62,16 +62,6 @@ def run(args: argparse.Namespace) -> int:
     _report(result)
     _check(tree, args.backend)
     return 0
-
-
-def import_text(project: str, text: str, name: str) -> Imported:
-    """Return the config that a script or config of another project amounts to.
-
-    :param name: File name, whose suffix says what it is.
-    :raises ValueError: The text has no arguments of the project.
-    """
-    module = import_module(f"anygauge.migrate.{project}")
-    return convert(project, module.read(text, name), module.rules)
 
 
 def _read(file: Path) -> str:

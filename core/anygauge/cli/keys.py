@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from anygauge.config.keys import Key
 
-__all__ = ["HELP", "add_arguments", "print_keys", "run"]
+__all__ = ["HELP", "OPTIONS", "add_arguments", "print_keys", "run"]
 
 HELP = "List config keys with type, choices, default and meaning, or print a JSON schema."
 
+OPTIONS = ("--help", "--json", "--schema")
 _INDENT = " " * 6
 _WIDTH = 100
+_MARKS = ("-", "+")
+"""How arguments of other projects begin."""
 _TITLE = 'In tables of the file, or as --section.key value. Values are TOML; "none" stands for null.'
 
 
@@ -44,14 +47,25 @@ def run(args: argparse.Namespace) -> int:
     if args.schema:
         print(json.dumps(json_schema(), indent=2))
         return 0
-    _check_options(args)
-    return print_keys([word.partition("=")[0] or word for word in args.words], as_json=args.json)
+    words = [*_without_values(args.words)]
+    _check_options(args, words)
+    return print_keys(words, as_json=args.json)
 
 
-def _check_options(args: argparse.Namespace) -> None:
+def _without_values(words: Sequence[str]) -> Iterator[str]:
+    """Yield words without the values of arguments, as in ``--lr 1e-6`` and ``--lr=1e-6``."""
+    has_value = False
+    for word in words:
+        is_argument = word.startswith(_MARKS)
+        if is_argument or not has_value:
+            yield word.partition("=")[0] or word
+        has_value = is_argument and "=" not in word
+
+
+def _check_options(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Exit with status 2 if a word is like an option of this command, as `--jsno` is."""
-    for word in args.words:
-        if close := difflib.get_close_matches(word, ("--help", "--json", "--schema"), n=1, cutoff=0.8):
+    for word in words:
+        if close := difflib.get_close_matches(word, OPTIONS, n=1, cutoff=0.75):
             args.parser.error(f"unrecognized arguments: {word} (did you mean {close[0]}?)")
 
 
@@ -64,7 +78,8 @@ def print_keys(words: Sequence[str], *, as_json: bool = False) -> int:
     if as_json:
         print(*(json.dumps(asdict(key)) for key in keys), sep="\n")
     elif keys:
-        print(_TITLE, *(line for key in keys for line in _lines(key)), sep="\n")
+        arguments = [word for word in words if word.startswith(_MARKS)]
+        print(*_foreign(arguments), _TITLE, *(line for key in keys for line in _lines(key)), sep="\n")
     else:
         print(
             f"No key has {' and '.join(words)} in its path, choices or meaning.", *_foreign(words), sep="\n"
@@ -74,6 +89,7 @@ def print_keys(words: Sequence[str], *, as_json: bool = False) -> int:
 
 def _foreign(words: Sequence[str]) -> Iterator[str]:
     """Yield our keys for words that are arguments of other projects, or why there are none."""
+    from anygauge.config.keys import config_keys
     from anygauge.config.validate import meant_key
     from anygauge.migrate.table import foreign_keys
 
@@ -81,7 +97,8 @@ def _foreign(words: Sequence[str]) -> Iterator[str]:
         keys = list(foreign_keys(word))
         for project, row in keys:
             yield f"  {word} of {project}: {' and '.join(row.keys)} (docs/migrate/{project}.md)"
-        if not keys and (meant := meant_key(word)):
+        is_ours = word.lstrip("-+") in {key.path for key in config_keys()}
+        if not keys and not is_ours and (meant := meant_key(word)):
             yield f"  {word}: {meant}"
 
 

@@ -76,8 +76,8 @@ def critic_config(config: Config) -> Config:
 
 
 def teacher_config(config: Config) -> Config:
-    """Return the config of the teacher."""
-    return _with_model(config, config.teacher, {})
+    """Return the config of the teacher, of which nothing is trained."""
+    return _with_model(config, config.teacher, {"freeze": ()})
 
 
 def _with_model(config: Config, role: Critic | Teacher, train: dict[str, Any]) -> Config:

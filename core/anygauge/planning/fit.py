@@ -71,9 +71,10 @@ def _smaller_state(config: Config, plan: Plan) -> str:
 def plan_warnings(config: Config, plan: Plan) -> Iterator[str]:
     """Yield what probably fails or wastes time."""
     limit, needed = plan.assumptions.device_bytes, plan.needed
-    if limit is not None and plan.spare is not None and plan.spare < 0 and _never_sleep(config, plan):
+    spare, alone = plan.spare or 0.0, plan.train.peak if plan.layout.trains else 0.0
+    if limit is not None and spare < 0 and alone <= FULL * limit and _never_sleep(config, plan):
         yield (
-            f"trainers and servers never sleep (placement.offload), and lack {-plan.spare / GIB:.1f} GiB of "
+            f"trainers and servers never sleep (placement.offload), and lack {-spare / GIB:.1f} GiB of "
             f"{limit / GIB:.1f} GiB, a tenth of which stays free: they probably run out of memory. "
             f"{_less_memory_awake(config, plan)}"
         )

@@ -191,7 +191,7 @@ def _with_exchanges(
     The FSDP engine gathers a layer while another one computes.
     """
     if config.train.engine == "fsdp":
-        return max(device, gathered_bytes(config, layout, batches) / rates.link)
+        return max(device, gathered_bytes(config, layout, batches, trains=trains) / rates.link)
     tokens = batches.sample_tokens * batches.mini_batch_samples
     return device + tokens * token_bytes(config, shape, layout, trains=trains) / rates.link
 

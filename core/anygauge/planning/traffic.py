@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["gathered_bytes", "token_bytes", "update_bytes"]
 
 HIDDEN_BACKWARD = 0.5
-"""Part of the exchanges of hidden states that a backward pass waits for: products of gradients hide as many
-again, in which it gathers inputs and scatters their gradients."""
+"""Exchanges of hidden states that a backward pass waits for, as a part of those of a forward pass. It makes
+1.5 times as many, and the products of the weights' gradients hide two thirds of them."""
 
 
 def update_bytes(config: Config, layout: Layout) -> float:
@@ -29,16 +29,19 @@ def update_bytes(config: Config, layout: Layout) -> float:
     return (FLOAT + itemsize(config)) * moved
 
 
-def gathered_bytes(config: Config, layout: Layout, batches: Batches) -> float:
+def gathered_bytes(config: Config, layout: Layout, batches: Batches, *, trains: bool) -> float:
     """Return the bytes of a mini-batch of the FSDP engine.
 
-    Each micro-batch gathers weights for both of its passes, and reduces gradients in float32.
+    Each micro-batch gathers weights, again for a backward pass, and reduces its gradients in float32. Without
+    ``reshard_after_forward`` the first one gathers them for all.
+
+    :param trains: Whether there is a backward pass.
     """
-    shards = layout.workers // config.train.parallel.replicate
-    weights = layout.rank.total - layout.rank.packed
-    gradients = sum(layout.rank.trained(config))
-    moved = 2 * itemsize(config) * weights + FLOAT * gradients
-    return batches.micro_batches * moved * _of_others(shards)
+    parallel, count = config.train.parallel, batches.micro_batches
+    weights = itemsize(config) * (layout.rank.total - layout.rank.packed)
+    gathers = count * (2 if trains else 1) if parallel.reshard_after_forward else 1
+    gradients = count * FLOAT * sum(layout.rank.trained(config)) if trains else 0.0
+    return (gathers * weights + gradients) * _of_others(layout.workers // parallel.replicate)
 
 
 def token_bytes(config: Config, shape: ModelShape, layout: Layout, *, trains: bool) -> float:

@@ -310,8 +310,8 @@ def test_cudnn_serves_where_its_frontend_is_installed(
     monkeypatch.setattr(kernels, "tile_math", lambda: None)
     plugins = load_plugins()
     table = resolve_kernels(plugins, plugins.get("register_backends", "cuda"))
-    for extra in ("return_lse", "has_window", "has_sinks"):
-        has = dict.fromkeys(("return_lse", "has_window", "has_sinks"), False) | {extra: True}
+    for extras in ((), ("return_lse",), ("has_window",), ("has_sinks",), ("has_window", "has_sinks")):
+        has = {extra: extra in extras for extra in ("return_lse", "has_window", "has_sinks")}
         facts: dict[str, Any] = {"head_dim": 128, "value_dim": 128, "causal": True, **has}
         assert table.resolve("varlen_attention", dtype=torch.bfloat16, **facts) is found
         in_float32 = table.resolve("varlen_attention", dtype=torch.float32, **facts)

@@ -77,13 +77,18 @@ def test_arguments_of_other_projects_are_named_by_ours(capsys: pytest.CaptureFix
     table, argument = capsys.readouterr().out.splitlines()[1:]
     assert table.startswith("  actor_rollout_ref: a table of verl: `anygauge import verl FILE`")
     assert argument.startswith("  num_train_epochs: set run.steps: epochs")
+    assert main(["keys", "--learning_rate", "1e-5"]) == 1, "the value is no word"
+    assert capsys.readouterr().out.startswith("No key has --learning_rate in ")
+    assert shown(capsys, "--lr", "1e-6")[0].startswith("  --lr of slime: train.lr (")
 
 
 def test_words_may_begin_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown(capsys, "--train.lr") == shown(capsys, "train.lr")
-    with pytest.raises(SystemExit):
-        main(["keys", "--jsno"])
-    assert "unrecognized arguments: --jsno (did you mean --json?)" in capsys.readouterr().err
+    assert shown(capsys, "--train.lr", "1e-3") == shown(capsys, "train.lr")
+    for typo in ("--jsno", "--jsn=1"):
+        with pytest.raises(SystemExit):
+            main(["keys", typo])
+        word = typo.partition("=")[0]
+        assert f"unrecognized arguments: {word} (did you mean --json?)" in capsys.readouterr().err
 
 
 def test_each_key_is_a_json_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,13 +181,21 @@ def test_a_resume_is_exact(make_critic: MakeCritic, checkpoint: Path, tmp_path: 
 
 
 def test_what_is_the_policys_alone_does_not_reach_other_roles(tmp_path: Path) -> None:
-    config = make_config(tmp_path, {"lr_warmup_steps": 3}, router_replay=True, min_lr=5e-4, warmup_steps=7)
+    config = make_config(
+        tmp_path,
+        {"lr_warmup_steps": 3},
+        router_replay=True,
+        freeze=("lm_head.weight",),
+        min_lr=5e-4,
+        warmup_steps=7,
+    )
     critic = critic_config(config)
     assert critic.train.lr == 1e-2
     assert critic.train.warmup_steps == 3
     assert not critic.train.router_replay
     assert critic_config(make_config(tmp_path, {"warmup_steps": 4})).critic.warmup_steps == 0
     assert not teacher_config(config).train.router_replay
+    assert (critic.train.freeze, teacher_config(config).train.freeze) == (("lm_head.weight",), ())
     assert critic_config(make_config(tmp_path, {"lr": 1e-4}, min_lr=5e-4)).train.min_lr == 1e-4
     assert config.train.router_replay
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.cli.import_ import import_text
+from anygauge.migrate.project import import_text
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 LORA = "GRPOTrainer(model='m', peft_config=LoraConfig(lora_alpha=32, target_modules='all-linear'))"

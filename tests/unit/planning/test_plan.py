@@ -563,19 +563,24 @@ def test_passes_exchange_hidden_states_as_often_as_they_run() -> None:
 
 
 def test_fsdp_gathers_weights_in_each_micro_batch_beside_its_work() -> None:
-    def seconds(workers: int, link: float) -> float:
+    def seconds(workers: int, link: float, *, reshards: bool = True) -> Mapping[str, float]:
         rollout = {"max_new_tokens": 512, "prompts_per_step": 4 * workers}
-        facts = {"rates": replace(rates, link=link)}
+        train = FSDP | {"optimizer_steps": 2, "parallel": {"reshard_after_forward": reshards}}
         placement = {"train_workers": workers}
-        return plan_of(DENSE, facts=facts, train=FSDP, rollout=rollout, placement=placement)[1].seconds[
-            "train"
-        ]
+        facts = {"rates": replace(rates, link=link)}
+        return plan_of(DENSE, facts=facts, train=train, rollout=rollout, placement=placement)[1].seconds
 
     rates, total = RATES["H200"], plan_of(DENSE, train=FSDP)[1].layout.rank.total
     optimizer = 32 * total / 2 / rates.copy
-    assert seconds(1, rates.link) - seconds(2, rates.link) == pytest.approx(optimizer)  # hidden
-    moved = 2 * (2 * 2 + 4) * total / 2  # by two micro-batches: bfloat16 weights, float32 gradients
-    assert seconds(2, 1e9) == pytest.approx(moved / 1e9 + optimizer + rates.step_s)
+    one, two = (seconds(workers, rates.link)["train"] for workers in (1, 2))
+    assert one - two == pytest.approx(2 * optimizer)  # hidden
+    # half of the bytes, of two mini-batches: bfloat16 weights twice, float32 gradients; weights once
+    for reshards, weights in ((True, 2 * 2), (False, 2)):
+        slow = seconds(2, 1e9, reshards=reshards)
+        update = optimizer + rates.step_s
+        assert slow["train"] == pytest.approx(2 * ((weights + 4) * total / 2 / 1e9 + update))
+        # of the second mini-batch
+        assert slow["log_probs"] == pytest.approx(2 * total / 2 / 1e9)
 
 
 def test_the_fsdp_engine_takes_longer() -> None:
@@ -663,6 +668,9 @@ def test_trainers_and_servers_that_never_sleep_and_do_not_fit_are_a_warning() ->
         assert "Lower the limit of the KV cache" in too_many
     assert warnings(max_batch_tokens=32_768) == []
     assert warnings("auto") == []
+    (alone,) = warnings(gib=80)
+    assert "train needs " in alone
+    assert "Lower train.micro_batch_tokens" in alone
 
 
 def test_trainers_and_servers_that_never_sleep_and_cannot_fit_are_an_error() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["HELP", "RECIPE", "add_arguments", "run"]
 
-HELP = "Train a tiny model with GRPO: 5 minutes on two cores, nothing to download."
+HELP = "Train a tiny model with GRPO: 3 to 5 minutes on two cores, nothing to download."
 RECIPE = Path(__file__).with_name("arithmetic_grpo.toml")
 """A link to the example in a clone, and a file in a wheel."""
 INPUTS = "runs/arithmetic-inputs"
