@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from anygauge.plugins import Plugins
     from anygauge_hooks.types import BackendSpec
 
-__all__ = ["DeviceFacts", "add_device_arguments", "device_facts"]
+__all__ = ["DeviceFacts", "add_device_arguments", "backend_of_gpu", "device_facts"]
+
+GPU = "GPU"
+"""Scheduler resource of the backends whose devices are GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,17 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of a device; default: that of --gpu, or of this host's device",
     )
     parser.add_argument(
-        "--gpu", metavar="NAME", help="kind of GPU, such as H200; default: this host's, if it is known"
+        "--gpu",
+        metavar="NAME",
+        help="kind of GPU, such as H200, and its backend; default: this host's, if it is known",
     )
+
+
+def backend_of_gpu(plugins: Plugins, gpu: str | None) -> str | None:
+    """Return the backend that a named GPU means; ``None`` without one, or if not just one has GPUs."""
+    specs = plugins.collect("register_backends")
+    names = [spec.name for spec in specs if spec.scheduler_resource == GPU]
+    return names[0] if gpu is not None and len(names) == 1 else None
 
 
 def device_facts(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.cli.devices import add_device_arguments, device_facts
+from anygauge.cli.devices import add_device_arguments, backend_of_gpu, device_facts
 from anygauge.disk import read_json
 from anygauge.strict_json import parse_json
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from anygauge.cli.recipe import DataFacts, Machine, ModelFacts
     from anygauge.config import Config
     from anygauge.planning.choose import Choice
+    from anygauge_hooks.errors import ConfigError
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -42,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="MODEL", required=True, help="Hugging Face directory, or a name: Qwen/Qwen3-0.6B"
     )
     parser.add_argument("--devices", metavar="N", type=_count, default=1, help="default: 1")
-    parser.add_argument("--backend", metavar="NAME", help="default: the only usable accelerator, else cpu")
+    parser.add_argument(
+        "--backend", metavar="NAME", help="default: that of --gpu, else the only usable accelerator, else cpu"
+    )
     parser.add_argument(
         "--engine",
         metavar="NAME",
@@ -77,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
     supported = _check_engine(args.engine, hf)
     model = replace(model, accepts=_division_of(hf))
     machine = _machine(args)
+    fits = _fits(args, model, machine)
+    if not (hf or fits) and machine.accelerator and machine.devices > 1:
+        raise _needs_sizes(args, model, machine)
     options = {"task": args.task, "engine": args.engine, "command": _command(args)}
     text = recipe(model, _data(args.data), machine, **options)
     try:
@@ -88,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"wrote {out}")
     for note in (how, *supported, *_notes(args, model, machine)):
         print(f"note: {note}")
-    print(f"next: anygauge train {shlex.quote(str(out))}")
+    print(f"next: anygauge {'train' if fits else 'plan'} {shlex.quote(str(out))}")
     return 0
 
 
@@ -253,11 +259,12 @@ def _machine(args: argparse.Namespace) -> Machine:
     from anygauge.serving.sglang.installed import installed_sglang
 
     plugins = load_plugins()
-    if args.backend is None:
+    name = args.backend or backend_of_gpu(plugins, args.gpu)
+    if name is None:
         spec, reason = select_backend(plugins, None)
         print(f"backend: {spec.name} ({reason})", file=sys.stderr)
     else:
-        spec = find_backend(plugins, plugins.named("register_backends"), args.backend)
+        spec = find_backend(plugins, plugins.named("register_backends"), name)
     memory = device_facts(plugins, spec, args.gpu, args.device_memory).memory
     return Machine(
         backend=spec.name,
@@ -332,7 +339,7 @@ def _first_row(path: Path | None) -> Mapping[str, Any]:
 
 def _notes(args: argparse.Namespace, model: ModelFacts, machine: Machine) -> Iterator[str]:
     """Yield notes for the user before the first run."""
-    from anygauge.cli.recipe import choice_of, state_gib
+    from anygauge.cli.recipe import choice_of
 
     if args.data and not args.data.startswith("hf:") and _local(args.data) is None:
         yield f"{args.data} does not exist yet"
@@ -345,13 +352,51 @@ def _notes(args: argparse.Namespace, model: ModelFacts, machine: Machine) -> Ite
     if model.billions is None:
         yield "the size of the model is not known: the batch sizes are those of 4B parameters"
         return
-    needed = state_gib(model.billions, machine.devices)
-    memory = machine.memory_gib if machine.accelerator else machine.memory_gib / machine.devices
-    if needed > memory * 0.9:
-        yield (
-            f"weights, gradients and optimizer take about {needed:.0f} GiB of the {memory:.0f} GiB of each "
-            "device: use more devices or a smaller model"
-        )
+    if not _fits(args, model, machine):
+        yield f"{_state(args, model.billions, machine)}: use more devices or a smaller model"
+
+
+def _fits(args: argparse.Namespace, model: ModelFacts, machine: Machine) -> bool:
+    """Return whether a step fits the devices by what is known; true if the model's size is not."""
+    from anygauge.cli.recipe import choice_of, state_gib
+
+    choice = choice_of(model, machine, task=args.task, engine=args.engine)
+    if choice is not None:
+        return choice.fits
+    needed = state_gib(model.billions or 0.0, machine.devices, engine=args.engine)
+    return needed <= _device_gib(machine) * 0.9
+
+
+def _device_gib(machine: Machine) -> float:
+    return machine.memory_gib if machine.accelerator else machine.memory_gib / machine.devices
+
+
+def _state(args: argparse.Namespace, billions: float, machine: Machine) -> str:
+    """Return what a device would have to hold, as a clause."""
+    from anygauge.cli.recipe import state_gib
+
+    needed, memory = state_gib(billions, machine.devices, engine=args.engine), _device_gib(machine)
+    return (
+        f"weights, gradients and optimizer take about {needed:.0f} GiB of the {memory:.0f} GiB of each device"
+    )
+
+
+def _needs_sizes(args: argparse.Namespace, model: ModelFacts, machine: Machine) -> ConfigError:
+    """Return the error of a model that must be divided, of which no more than the name is known."""
+    from anygauge.config.schema import Hub
+    from anygauge.hub import sizes_command
+    from anygauge.hub.names import model_name
+    from anygauge_hooks.errors import ConfigError
+
+    name = model_name("--model", Path(args.model))
+    # Otherwise config.json was read, or nothing is known to be too large.
+    assert name is not None
+    assert model.billions is not None
+    return ConfigError(
+        f"{args.model} is not in the cache. Its name says {model.billions:g}B parameters: "
+        f"{_state(args, model.billions, machine)}, unless they divide the model, which needs its sizes.",
+        hint=f"Run `{sizes_command(name, Hub())}`, then this command again.",
+    )
 
 
 def _fit(choice: Choice, machine: Machine) -> Iterator[str]:

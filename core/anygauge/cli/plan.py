@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.cli.devices import DeviceFacts, add_device_arguments, device_facts
+from anygauge.cli.devices import DeviceFacts, add_device_arguments, backend_of_gpu, device_facts
 
 if TYPE_CHECKING:
     from anygauge.api.start import Loaded
@@ -29,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "[--device-memory GIB] [--json]"
     )
     parser.add_argument("config", metavar="CONFIG.toml")
-    parser.add_argument("--backend", metavar="NAME", help="default: the only usable accelerator, else cpu")
+    parser.add_argument(
+        "--backend", metavar="NAME", help="default: that of --gpu, else the only usable accelerator, else cpu"
+    )
     add_device_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
 
@@ -42,12 +45,13 @@ def run(args: argparse.Namespace) -> int:
     from anygauge.api.start import load
     from anygauge.planning.fit import check_fit, plan_warnings
     from anygauge.planning.text import as_json, table_lines
+    from anygauge.plugins import load_plugins
 
     loaded = load(
         args.config,
         list(args.overrides),
         say=_silent,
-        backend=args.backend,
+        backend=args.backend or backend_of_gpu(load_plugins(), args.gpu),
         is_dry=True,
         check_files=False,  # a plan needs the model's config.json alone
     )
@@ -92,14 +96,12 @@ def planned(loaded: Loaded, facts: DeviceFacts) -> tuple[Config, Plan]:
         cannot be divided as the config says.
     """
     from anygauge.config.rules.algorithm import reads_old_log_probs
-    from anygauge.hub import localized
     from anygauge.planning.plan import HOST_DEVICES, Assumptions, make_plan
     from anygauge.planning.rates import RATES
     from anygauge_hooks.resources import read_memory
 
     config, plugins, backend = loaded.config.config, loaded.plugins, loaded.config.backend
-    here = localized(config, download=False)
-    shape = _shape("model.path", here, plugins)
+    shape = _shape("model.path", config, plugins)
     shared = min(config.placement.train_workers, HOST_DEVICES) if facts.is_host else 1
     given = Assumptions(
         backend=backend.name,
@@ -109,7 +111,7 @@ def planned(loaded: Loaded, facts: DeviceFacts) -> tuple[Config, Plan]:
         gpu=facts.gpu,
         rates=RATES.get(facts.gpu or ""),
         reads_old_log_probs=reads_old_log_probs(config, plugins),
-        critic=_critic_shape(here, shape, plugins),
+        critic=_critic_shape(config, shape, plugins),
     )
     return config, make_plan(config, shape, given)
 
@@ -131,10 +133,32 @@ def _shape(key: str, config: Config, plugins: Plugins) -> ModelShape:
     from anygauge.config.roles import as_language_model
     from anygauge.planning.model_sizes import model_shape, read_config
 
-    directory = getattr(config, key.split(".")[0]).path
+    directory = _directory(key, config)
     hf = as_language_model(read_config(directory))
     _check_division(key, config, hf, plugins)
     return model_shape(directory, with_defaults(plugins, hf, config.train.engine))
+
+
+def _directory(key: str, config: Config) -> Path:
+    """Return where a model's ``config.json`` is; a plan does not need the weights beside it.
+
+    :raises ConfigError: It is a name whose ``config.json`` is not in the cache.
+    """
+    from anygauge.hub import cached_model, sizes_command
+    from anygauge.hub.names import model_name
+    from anygauge_hooks.errors import ConfigError
+
+    path: Path = getattr(config, key.split(".")[0]).path
+    name = model_name(key, path, config.model.revision if key == "model.path" else None)
+    if name is None:
+        return path
+    cached = cached_model(name, config.hub)
+    if cached is None:
+        raise ConfigError(
+            f"A plan needs the sizes of {key} = {str(name)!r}, whose config.json is not in the cache.",
+            hint=f"Run `{sizes_command(name, config.hub)}`, or name a Hugging Face directory.",
+        )
+    return cached
 
 
 def _check_division(key: str, config: Config, hf: Mapping[str, Any], plugins: Plugins) -> None:

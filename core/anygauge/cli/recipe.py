@@ -181,13 +181,15 @@ def _number(hf: Mapping[str, Any], key: str) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
-def state_gib(billions: float, devices: int) -> float:
+def state_gib(billions: float, devices: int, *, engine: str | None = None) -> float:
     """Return the memory that weights, gradients and optimizer take on each device.
 
     Two bytes for the weights, two for the rollout engine's copy, four for gradients in float32, twelve for
-    float32 weights and Adam's two moments, which are divided among the devices.
+    float32 weights and Adam's two moments, which are divided among the devices. The engine ``fsdp`` divides
+    weights and gradients too.
     """
-    return billions * 1e9 * (8 + 12 / devices) / GIB
+    whole, divided = (2, 18) if engine == "fsdp" else (8, 12)
+    return billions * 1e9 * (whole + divided / devices) / GIB
 
 
 # -------------------------------------------------------------------------
@@ -327,7 +329,7 @@ def _sizes(model: ModelFacts, machine: Machine, task: str, engine: str | None) -
 def _guess(model: ModelFacts, machine: Machine, engine: str | None) -> tuple[int, str]:
     """Return micro-batch tokens and recompute mode if no more than the size of the model is known."""
     billions = model.billions or 4.0
-    free = machine.memory_gib * 0.9 - state_gib(billions, machine.devices)
+    free = machine.memory_gib * 0.9 - state_gib(billions, machine.devices, engine=engine)
     fits = _power_of_two(free * GIB / 2 / (LOGIT_BYTES * model.vocabulary))
     recompute = "full" if billions >= 5 or engine == "fsdp" else "selective"
     return min(LARGEST_BATCH, max(SMALLEST_BATCH, fits)), recompute

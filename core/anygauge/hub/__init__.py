@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from anygauge.hub.resolve import cached_model, localized, pinned, unresolved
+from anygauge.hub.resolve import cached_model, localized, pinned, sizes_command, unresolved
 
-__all__ = ["cached_model", "localized", "pinned", "unresolved"]
+__all__ = ["cached_model", "localized", "pinned", "sizes_command", "unresolved"]

@@ -49,6 +49,10 @@ class HubName:
             return ""
         return f"it is not a directory in {Path.cwd()}{did_you_mean(Path(self.repository))}"
 
+    def of_file(self, file: str) -> HubName:
+        """Return the name of one file of the repository."""
+        return replace(self, file=file)
+
     def at(self, revision: str) -> HubName:
         """Return the same name at another revision."""
         return replace(self, revision=revision)

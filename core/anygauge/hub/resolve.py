@@ -21,7 +21,7 @@ from anygauge_hooks.errors import HubError
 if TYPE_CHECKING:
     from anygauge.config.schema import Config, DataFile, Hub, Section
 
-__all__ = ["cached_model", "localized", "pinned", "unresolved"]
+__all__ = ["cached_model", "localized", "pinned", "sizes_command", "unresolved"]
 
 Replace = Callable[[HubName], str]
 Table = TypeVar("Table", bound="Section")
@@ -72,6 +72,11 @@ def cached_model(name: HubName, hub: Hub) -> Path | None:
     """Return the directory that the cache keeps for a model, if it has its ``config.json`` at least."""
     files = _source(hub, code=False).cached(name)
     return files.path if files is not None and (files.path / "config.json").is_file() else None
+
+
+def sizes_command(name: HubName, hub: Hub) -> str:
+    """Return the command that fetches the ``config.json`` of a model, and none of its weights."""
+    return _source(hub, code=False).command(name.of_file("config.json"))
 
 
 def unresolved(config: Config) -> list[HubName]:

@@ -84,7 +84,7 @@ def test_nothing_is_overwritten_without_force(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_file_may_be_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", "--model", NAME, "--backend", "cpu", "--out", "my runs/a.toml"]) == 0
+    assert main(["init", "--model", NAME, "--backend", "cuda", "--out", "my runs/a.toml"]) == 0
     assert "next: anygauge train 'my runs/a.toml'" in capsys.readouterr().out
     load("cpu", "my runs/a.toml")
     Path("file").write_text("")
@@ -149,9 +149,36 @@ def test_the_fields_of_own_data_are_found(capsys: pytest.CaptureFixture[str]) ->
 def test_a_model_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     for name, devices, fits in (("o/M-7B", "1", False), ("o/M-7B", "32", True), ("o/M-0.5B", "1", True)):
         assert main(["init", "--model", name, "--backend", "cuda", "--devices", devices, "--force"]) == 0
-        assert ("use more devices" not in capsys.readouterr().out) is fits
+        out = capsys.readouterr().out
+        assert ("use more devices" not in out) is fits
+        assert f"next: anygauge {'train' if fits else 'plan'} config.toml" in out
     assert main(["init", "--model", "o/unsized", "--backend", "cuda", "--force"]) == 0
     assert "the size of the model is not known" in capsys.readouterr().out
+
+
+def test_a_model_that_must_be_divided_needs_its_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A name tells parameters, and not what divides them."""
+    options = ["--model", "Qwen/Qwen3-30B-A3B", "--devices", "8", "--gpu", "H200"]
+    assert main(["init", *options]) == 1
+    error = capsys.readouterr().err
+    assert "take about 265 GiB of the 140 GiB of each device" in error
+    assert "Run `hf download Qwen/Qwen3-30B-A3B config.json`, then this command again." in error
+    assert not Path("config.toml").exists()
+    assert main(["init", *options, "--engine", "fsdp"]) == 0
+    assert state_gib(30.0, 8, engine="fsdp") < 140
+
+
+@pytest.mark.parametrize("command", ["init", "plan"])
+def test_a_gpu_means_its_backend(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model("mine", QWEN3_8B)
+    Path("run.toml").write_text('model = "mine"\n[run]\ntask = "sft"\n[data]\ntrain = ["a"]\n')
+    arguments = {"init": ["--model", "mine"], "plan": ["run.toml", "--json"]}[command]
+    main([command, *arguments, "--gpu", "H200"])
+    out = capsys.readouterr().out
+    if command == "plan":
+        assert json.loads(out)["device"]["backend"] == "cuda"
+    else:
+        assert "on 1 x cuda, devices of 140 GiB" in Path("config.toml").read_text()
 
 
 @pytest.mark.parametrize("devices", ["0", "-1", "two", "\u0663", "1000000", "9" * 5000])

@@ -147,6 +147,25 @@ def test_what_is_asked_for_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
     assert "A plan needs the sizes of model" in capsys.readouterr().err
 
 
+def test_a_model_that_is_not_in_the_cache(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan takes a cache that has the sizes alone, as the command that it names fills it."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(Path("cache").absolute()))
+    assert plan("--model.path", "Qwen/Qwen3-4B") == 1
+    error = capsys.readouterr().err
+    assert "model.path = 'Qwen/Qwen3-4B', whose config.json is not in the cache" in error
+    assert "Run `hf download Qwen/Qwen3-4B config.json`" in error
+    repository = Path("cache/models--Qwen--Qwen3-4B")
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("abc")
+    (repository / "snapshots/abc").mkdir(parents=True)
+    (repository / "snapshots/abc/config.json").write_text(json.dumps(QWEN3_4B))
+    assert plan("--model.path", "Qwen/Qwen3-4B") == 0
+
+
 def test_a_division_that_the_train_engine_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     olmo = {**QWEN3_4B, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "rms_norm_eps": 1e-6}
     olmo["rope_theta"] = 500_000
