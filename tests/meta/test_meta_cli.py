@@ -28,7 +28,7 @@ SURFACE = {
     "report": ["directories", "--out"],
     "doctor": ["--backend", "--json", "--timeout"],
     "keys": ["words", "--json", "--schema"],
-    "hooks": ["--backend", "--json", "--strict"],
+    "hooks": ["words", "--backend", "--json", "--strict"],
     "check-model": [
         *("directory", "--engine", "--backend", "--prompt", "--against", "--layers", "--trust-remote-code")
     ],

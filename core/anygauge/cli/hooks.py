@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,20 @@ from anygauge.cli.arguments import requested_backend
 
 __all__ = ["HELP", "add_arguments", "columns", "run"]
 
+TABLES = ("kernels", "hooks", "registered", "left_out")
+NAMES = ("op", "source", "hook", "plugin", "kind", "name", "architectures", "package")
+"""Fields of a row that words are looked for in."""
 HELP = "List who implements each hook and kernel operation, and every registered name."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.add_argument(
+        "words",
+        metavar="WORD",
+        nargs="*",
+        help="only rows with all words in their names, as of `anygauge keys`",
+    )
     parser.add_argument("--backend", metavar="NAME", help="default: as `anygauge train` would choose")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -33,6 +43,11 @@ def run(args: argparse.Namespace) -> int:
     plugins = load_plugins()
     backend = requested_backend(plugins, args.backend)
     report = capabilities(plugins, backend)
+    known = {name for table in TABLES for row in report[table] for name in _names(row)}
+    report |= {table: [row for row in report[table] if _has(row, args.words)] for table in TABLES}
+    if not any(report[table] for table in TABLES):
+        print(_nothing(args.words, known))
+        return 1
     print(json.dumps(report, indent=2, default=str) if args.json else _rendered(report))
     references = [
         f"{row['op']} ({', '.join(row['dtypes'])})" for row in report["kernels"] if row["is_reference"]
@@ -44,12 +59,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _names(row: Mapping[str, Any]) -> Iterator[str]:
+    for field in NAMES:
+        value = row.get(field) or ()
+        yield from [value] if isinstance(value, str) else value
+
+
+def _has(row: Mapping[str, Any], words: Sequence[str]) -> bool:
+    text = " ".join(_names(row)).lower()
+    return all(word.lower() in text for word in words)
+
+
+def _nothing(words: Sequence[str], names: Collection[str]) -> str:
+    """Return that no row has all words, and the name that one may mean."""
+    close = [each for word in words for each in difflib.get_close_matches(word, sorted(names), n=1)]
+    meant = f"; did you mean {' or '.join(close)}?" if close else "."
+    return f"Nothing has {' and '.join(words)} in its names{meant}"
+
+
 def _rendered(report: Mapping[str, Any]) -> str:
     kernels = [("OPERATION", "SERVED BY", "DTYPES", "PACKAGE", "WHERE"), *map(_kernel, report["kernels"])]
     hooks = [("HOOK", "PLUGIN", "PACKAGE", "WHERE"), *map(_hook, report["hooks"])]
     registered = [("KIND", "NAME", "PACKAGE", "WHERE"), *map(_registered, report["registered"])]
-    lines = [f"Kernels on {report['backend']}", columns(kernels), "", "Hooks", columns(hooks)]
-    lines += ["", "Registered names", columns(registered)]
+    tables = (
+        (f"Kernels on {report['backend']}", kernels),
+        ("Hooks", hooks),
+        ("Registered names", registered),
+    )
+    lines = [line for title, rows in tables if len(rows) > 1 for line in (title, columns(rows), "")][:-1]
     for kernel in report["kernels"]:
         for dtype, (relative, absolute) in kernel["tolerance"].items():
             declared = f"{relative:g} relative, {absolute:g} absolute in {dtype}"

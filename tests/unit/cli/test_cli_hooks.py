@@ -56,6 +56,15 @@ def test_every_hook_and_every_op_has_a_row(capsys: pytest.CaptureFixture[str]) -
     assert int(line) > 0
 
 
+def test_words_choose_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hooks", "--backend", "cpu", "policy", "GSPO"]) == 0
+    title, _, row = capsys.readouterr().out.splitlines()
+    assert title == "Registered names"
+    assert "gspo" in row
+    assert main(["hooks", "--backend", "cpu", "rms_nrom"]) == 1
+    assert capsys.readouterr().out == "Nothing has rms_nrom in its names; did you mean rms_norm?\n"
+
+
 def test_a_hook_that_nobody_implements_is_shown_as_such(
     bare: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
