@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_an_rl_run_and_an_sft_run_have_the_charts_of_both(runs: list[Path]) -> N
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     charts = re.findall(r'id="chart-([\w-]+)-0"', write_comparison(runs).read_text())
     assert charts == ["reward", "reward-parts", "custom", "eval-loss", "loss", "trained-tokens"]
-    page = write_comparison([runs[1], runs[1]]).read_text()
+    page = write_comparison([runs[1], shutil.copytree(runs[1], runs[1].parent / "copy")]).read_text()
     assert re.findall(r'id="chart-([\w-]+)-0"', page) == ["loss", "eval-loss", "custom", "trained-tokens"]
 
 
@@ -88,3 +89,5 @@ def test_too_many_runs_and_what_is_none_are_refused(runs: list[Path], tmp_path: 
         write_comparison([runs[0]] * (MOST_RUNS + 1))
     with pytest.raises(CheckpointError, match="is not a run directory"):
         write_comparison([runs[0], tmp_path])
+    with pytest.raises(CheckpointError, match="is named twice"):
+        write_comparison([runs[0], runs[1], runs[0].parent / "." / runs[0].name])

@@ -44,6 +44,9 @@ def write_comparison(directories: Sequence[Path], out: Path | None = None) -> Pa
         raise CheckpointError(
             f"{len(directories)} runs are too many for one page.", hint=f"Name {MOST_RUNS} at most."
         )
+    places = [directory.resolve() for directory in directories]
+    if twice := next((each for each in places if places.count(each) > 1), None):
+        raise CheckpointError(f"{twice} is named twice.", hint="Name each run once.")
     names = "-".join(directory.resolve().name for directory in directories)
     target = directories[0].parent / f"compare-{names[:200]}.html" if out is None else out
     return _write(render_comparison([read_run(each) for each in directories]), target)
