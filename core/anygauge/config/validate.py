@@ -47,6 +47,7 @@ FP8 = ("fp8", "float8", "float8_e4m3fn", "float8_e5m2")
 USUAL = {
     **dict.fromkeys(("algorithm.name", "algorithm.type"), "algorithm.advantage"),
     **dict.fromkeys(("model.name", "model.name_or_path"), "model.path"),
+    "checkpoint": "save",
     **dict.fromkeys(("data.path", "data.file", "data.files"), "data.train"),
 }
 """Keys that people try first, in whose table no key has a similar name."""

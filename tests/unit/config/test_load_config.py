@@ -103,6 +103,7 @@ def test_bad_override(load: Load, overrides: list[str], text: str) -> None:
         ({"train": 'dtype = "fp8"'}, "`anygauge convert --to-bfloat16 DIR OUT` writes a checkpoint in FP8"),
         ({"train": 'dtype = "fp16"'}, 'or "none"; float16 is not supported, and bfloat16 has the same size'),
         ({"train": 'adam_betas = "0.9, 0.99"'}, "must be a valid array: [0.9, 0.99]"),
+        ({"checkpoint": "every = 3"}, "checkpoint: found {'every': 3}; unknown key; did you mean save?"),
         ({"trian": ""}, "trian: found {}; unknown key; did you mean train?"),
         ({"train": "qqq = 1"}, "train.qqq: found 1; unknown key; known here: engine, dtype"),
         ({"run": "steps = 1.5"}, "run.steps: found 1.5; must be a valid integer"),
