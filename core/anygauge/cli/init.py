@@ -226,13 +226,15 @@ def _cached(text: str) -> Path | None:
     """
     from anygauge.config.schema import Hub
     from anygauge.hub import cached_model
-    from anygauge.hub.names import model_name
+    from anygauge.hub.names import did_you_mean, model_name
     from anygauge_hooks.errors import ConfigError
 
-    name = model_name("--model", Path(text))
+    path = Path(text)
+    name = None if text.startswith("./") else model_name("--model", path)
     if name is None:
+        meant = did_you_mean(path)
         raise ConfigError(
-            f"--model {text}: no such directory, and not the name of a model either.",
+            f"--model {text}: no such directory, and not the name of a model either{meant or '.'}",
             hint="Name a Hugging Face directory that exists here, or OWNER/NAME on the hub.",
         )
     return cached_model(name, Hub())

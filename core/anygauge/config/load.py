@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ def load_config(
 
     def require(config: Config, *, checks_models: bool) -> None:
         problems = (*checked.problems, *find(config, checks_models=checks_models))
-        lines = [_line(each, source.origin(backend.name, each.path)) for each in problems]
+        lines = [_line(_as_typed(each, tree), source.origin(backend.name, each.path)) for each in problems]
         if (lines or further) and not checks_models:
             require(config, checks_models=True)  # report all problems at once
         if lines or further:
@@ -304,6 +304,15 @@ def _other_overlays(
             key_path = plain(problem.path)
             if problem not in checked.problems and any(covers(key_path, key) for key in written):
                 yield problem, f"in [on.{name}]"
+
+
+def _as_typed(problem: ConfigProblem, tree: Tree) -> ConfigProblem:
+    """Return a problem of a path that began with ``./`` with the path as it was written."""
+    values = flatten(tree)
+    typed = values.get(problem.path, values.get(problem.path.removesuffix(".path")))
+    if not (isinstance(typed, str) and typed.startswith("./") and problem.found == str(Path.cwd() / typed)):
+        return problem
+    return replace(problem, found=typed, hint=problem.hint.replace(f"{Path.cwd()}/", "./"))
 
 
 def _line(problem: ConfigProblem, where: str | None) -> str:

@@ -69,18 +69,18 @@ def _similar_directories(path: Path) -> list[str]:
     meant = [Path(path.anchor)]
     for part in path.relative_to(path.anchor).parts:
         meant = [folder / name for folder in meant for name in _similar_names(folder, part)]
-    if not meant and path.parent.is_dir() and len(path.parts) > 1:
+    if not meant and os.path.isdir(path.parent) and len(path.parts) > 1:
         # Only the last part is wrong, so that it may be anything there.
         there = _directories(path.parent)
         close = difflib.get_close_matches(path.name, there, n=MOST_MEANT, cutoff=0.3) or sorted(there)
         meant = [path.parent / name for name in close]
-    if not meant and Path(path.name).is_dir():
+    if not meant and os.path.isdir(path.name):  # Path.is_dir raises where a name is too long
         meant = [Path(path.name)]
     return [str(each) for each in meant[:MOST_MEANT]]
 
 
 def _similar_names(folder: Path, name: str) -> list[str]:
-    if (folder / name).is_dir():
+    if os.path.isdir(folder / name):
         return [name]
     return difflib.get_close_matches(name, _directories(folder), n=MOST_MEANT)
 

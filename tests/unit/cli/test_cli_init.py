@@ -223,6 +223,7 @@ def test_a_link_to_nothing_is_not_followed(capsys: pytest.CaptureFixture[str]) -
         ("", "--model is empty"),
         ("file", "--model file is a file"),
         ("../x/y", "no such directory, and not the name"),
+        ("./tinny/x", "--model ./tinny/x: no such directory, and not the name of a model either; did you "),
         ("x" * 300, "no such directory, and not the name"),
         ("owner/" + "x" * 300, "no such directory, and not the name"),
         ("~nobody-here/x", "no such directory, and not the name"),
@@ -232,6 +233,7 @@ def test_a_link_to_nothing_is_not_followed(capsys: pytest.CaptureFixture[str]) -
 )
 def test_what_is_no_model(model: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").touch()
+    Path("tiny/x").mkdir(parents=True)
     assert main(["init", "--model", model, "--backend", "cpu"]) == 1
     assert problem in capsys.readouterr().err
     assert not Path("config.toml").exists()

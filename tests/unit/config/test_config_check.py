@@ -82,6 +82,10 @@ Load = Callable[..., LoadedConfig]
             ["--train.lora.rank=8", "--train.lora.path={tmp}/modle"],
             "train.lora.path: found '{tmp}/modle'; no such directory; did you mean {tmp}/model?",
         ),
+        (
+            ["--model.path=./modle/x"],
+            "model.path: found './modle/x'; not a name on a hub",
+        ),
         (["--model.path=Model"], "; relative paths start at the current directory"),
         (
             ['--data.train=["hf://datasets/a.jsonl"]'],

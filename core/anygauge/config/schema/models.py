@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,16 @@ from anygauge.config.schema.section import DType, NonNegative, Positive, Section
 __all__ = ["Critic", "Model", "Parallel", "Reference", "Teacher"]
 
 Modality = Literal["image", "video", "audio"]
+
+
+def _no_name(value: Any) -> Any:
+    """Return ``./OWNER/NAME`` as an absolute path if it is missing; a ``Path`` drops the ``./``."""
+    is_missing = isinstance(value, str) and value.startswith("./") and not os.path.exists(value)
+    return str(Path.cwd() / value) if is_missing else value
+
+
+ModelPath = Annotated[Path, BeforeValidator(_no_name)]
+"""Directory of a model, or its name on a hub."""
 
 
 class Parallel(Section):
@@ -44,7 +55,7 @@ class Parallel(Section):
 class Model(Section):
     """The policy. ``model = "Qwen/Qwen3-0.6B"`` is short for a table with this path."""
 
-    path: Path
+    path: ModelPath
     """Hugging Face directory, or a name on the hub: ``Qwen/Qwen3-0.6B``."""
     revision: str | None = None
     """Branch, tag or commit of a name on the hub."""
@@ -58,14 +69,14 @@ class Model(Section):
 class Reference(Section):
     """The frozen policy of the KL terms. Used if ``algorithm.kl_coef`` or ``kl_reward_coef`` is above 0."""
 
-    path: Path | None = None
+    path: ModelPath | None = None
     """Hugging Face directory or hub name of the same architecture; ``None`` takes ``model.path``."""
 
 
 class Teacher(Section):
     """The frozen model that is distilled: ``algorithm.distill_coef``, ``distill_kl_coef`` or an estimator."""
 
-    path: Path | None = None
+    path: ModelPath | None = None
     """Hugging Face directory or hub name of a model with the same vocabulary."""
     parallel: Parallel | None = None
     """How it is divided among the workers; ``None`` takes ``train.parallel``."""
@@ -76,7 +87,7 @@ class Teacher(Section):
 class Critic(Section):
     """The model that expects the rewards, trained where the advantage estimator needs values (``gae``)."""
 
-    path: Path | None = None
+    path: ModelPath | None = None
     """Hugging Face directory or hub name: a language model, whose output layer a value head replaces, an
     exported critic, or a reward model with one label; ``None`` takes ``model.path``."""
     lr: Annotated[float, Field(gt=0)] | None = None
