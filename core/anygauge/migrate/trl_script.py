@@ -7,12 +7,15 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeGuard
 
 from anygauge.migrate.table import Input, Unresolved
 
 __all__ = ["TASK", "function_names", "read_script"]
 
+CHANGERS = ("update", "setdefault", "pop", "popitem", "clear")
+"""Methods that change a dict."""
+LONGEST_SOURCE = 60
 TASK, LOAD = "task", "load_dataset"
 CONFIGS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft"}
 TRAINERS = {"GRPOTrainer": "grpo", "RLOOTrainer": "rloo", "SFTTrainer": "sft"}
@@ -38,14 +41,14 @@ def read_script(text: str) -> Input:
     :raises ValueError: It is not Python, or has none of them.
     """
     nodes = _nodes(text)
-    constants = _constants(nodes)
+    constants = _constants(nodes, _constants(nodes, {}))
     calls, notes = _calls(nodes)
     arguments: dict[str, Any] = {}
     for called, call in calls.items():
         if called in TASKS:
             arguments[TASK] = TASKS[called]
         arguments |= _arguments(called, call, constants)
-        notes += _unread(called, call)
+        notes += _unread(called, call, constants)
     arguments |= _changed(nodes, calls)
     if isinstance(arguments.get("train_dataset"), Unresolved):
         loaded = [
@@ -72,18 +75,29 @@ def _nodes(text: str) -> list[ast.AST]:
         raise ValueError(f"it is not Python: {error}") from error
 
 
-def _constants(nodes: Sequence[ast.AST]) -> dict[str, Any]:
-    """Return the values of names that the script assigns once; others depend on what runs before."""
+def _constants(nodes: Sequence[ast.AST], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of names that the script assigns once; others depend on what runs before.
+
+    :param known: Values of names that a value may refer to.
+    """
     assigned = Counter(
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     )
     assigned.update(node.arg for node in nodes if isinstance(node, ast.arg))
+    assigned.update(_name(node.value) for node in nodes if _changes(node))
     return {
-        node.targets[0].id: _literal(node.value, {})
+        node.targets[0].id: _literal(node.value, known)
         for node in nodes
         if isinstance(node, ast.Assign) and len(node.targets) == 1
         if isinstance(node.targets[0], ast.Name) and assigned[node.targets[0].id] == 1
     }
+
+
+def _changes(node: ast.AST) -> TypeGuard[ast.Subscript | ast.Attribute]:
+    """Return whether a dict that has a name may become another one here."""
+    if isinstance(node, ast.Subscript):
+        return not isinstance(node.ctx, ast.Load)
+    return isinstance(node, ast.Attribute) and node.attr in CHANGERS
 
 
 def _calls(nodes: Sequence[ast.AST]) -> tuple[dict[str, ast.Call], list[str]]:
@@ -114,6 +128,14 @@ def _passed(called: str, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
     yield from ((keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg is not None)
 
 
+def _unpacked(call: ast.Call, constants: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of ``**`` of a call, where the script has the dict."""
+    for keyword in call.keywords:
+        values = None if keyword.arg else _literal(keyword.value, constants)
+        if isinstance(values, dict):
+            yield from ((name, value) for name, value in values.items() if isinstance(name, str))
+
+
 def _arguments(called: str, call: ast.Call, constants: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the arguments of a call under the names that the table has for them."""
     if called == PEFT:
@@ -126,13 +148,20 @@ def _arguments(called: str, call: ast.Call, constants: Mapping[str, Any]) -> Ite
             continue
         value = _literal(node, constants)
         yield name, function_names(value) if name == "reward_funcs" else value
+    if called != PEFT:
+        yield from _unpacked(call, constants)
 
 
-def _unread(called: str, call: ast.Call) -> Iterator[str]:
+def _unread(called: str, call: ast.Call, constants: Mapping[str, Any]) -> Iterator[str]:
     """Yield notes on the arguments that a call has, but not in its text."""
     place = f"{called} in line {call.lineno}"
-    if any(keyword.arg is None for keyword in call.keywords):
-        yield f"{place}: arguments of ** are not known from the text"
+    for keyword in call.keywords:
+        is_read = called != PEFT and isinstance(_literal(keyword.value, constants), dict)
+        if keyword.arg is None and not is_read:
+            yield (
+                f"{place}: arguments of **{_source(keyword.value)} are not known from the text; keys that "
+                "they set have TRL's defaults here"
+            )
     is_starred = any(isinstance(each, ast.Starred) for each in call.args)
     if is_starred or len(call.args) > len(POSITIONAL.get(called, ())):
         yield f"{place}: its positional arguments are not all read; name them"
@@ -168,4 +197,21 @@ def _literal(node: ast.AST, constants: Mapping[str, Any]) -> Any:
         return _literal(node.args[0], constants)
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(each, constants) for each in node.elts]
-    return Unresolved(_name(node) or type(node).__name__)
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {
+            key.value: _literal(value, constants) for key, value in pairs if isinstance(key, ast.Constant)
+        }
+    if isinstance(node, ast.Call) and _name(node.func) == "dict" and not node.args:
+        values = {each.arg: _literal(each.value, constants) for each in node.keywords}
+        return Unresolved(_source(node)) if None in values else values
+    return Unresolved(_name(node) or _source(node))
+
+
+def _source(node: ast.AST) -> str:
+    """Return the text of an expression in one line, shortened."""
+    try:
+        text = " ".join(ast.unparse(node).split())
+    except (RecursionError, MemoryError):
+        return type(node).__name__
+    return text if len(text) <= LONGEST_SOURCE else f"{text[:LONGEST_SOURCE]}..."

@@ -394,7 +394,15 @@ def test_files_of_trl(name: str, text: str, expected: dict[str, Any]) -> None:
         ("for LR in x: LR = 2\nGRPOConfig(learning_rate=LR)", "learning_rate", "its value LR is not known"),
         ("a = GRPOConfig(learning_rate=1)\na.learning_rate = 2", "learning_rate", "a.learning_rate = ..."),
         ("GRPOTrainer('m', f, a)\na.learning_rate = 2", "learning_rate", "a.learning_rate = ..."),
-        ("GRPOConfig(learning_rate=1, **cfg)", "the file", "GRPOConfig in line 1: arguments of **"),
+        ("GRPOConfig(learning_rate=1, **cfg)", "the file", "line 1: arguments of **cfg are not known"),
+        (
+            "kw = dict(beta=1)\nkw['beta'] = 2\nGRPOConfig(lr=1, **kw)",
+            "the file",
+            "arguments of **kw are not",
+        ),
+        ("kw = {'beta': 1}\nkw.update(x)\nGRPOConfig(lr=1, **kw)", "the file", "arguments of **kw are not"),
+        ("GRPOConfig(learning_rate=f(1) + 2)", "learning_rate", "its value f(1) + 2 is not known"),
+        ("GRPOTrainer('m', lambda x: 0.0)", "reward_funcs", "lambda x: 0.0: move the function"),
         ("GRPOTrainer('m', f, *rest)", "the file", "positional arguments are not all read"),
         ("LoraConfig('CAUSAL_LM')\nGRPOTrainer('m')", "the file", "positional arguments are not all read"),
         (
@@ -408,6 +416,15 @@ def test_what_a_python_script_does_not_tell_is_said(text: str, argument: str, wh
     keys, missing = keys_of("trl", text, "a.py")
     assert why in missing[argument]
     assert "train.lr" not in keys or argument != "learning_rate"
+
+
+@pytest.mark.parametrize(
+    "given", ["dict(num_generations=N, beta=0.04)", "{'num_generations': N, 'beta': 0.04}"]
+)
+def test_a_dict_of_a_python_script_is_unpacked(given: str) -> None:
+    keys, missing = keys_of("trl", f"N = 4\nkw = {given}\nGRPOConfig(learning_rate=1, **kw)", "a.py")
+    assert (keys["rollout.samples_per_prompt"], keys["algorithm.kl_coef"]) == (4, 0.04)
+    assert "the file" not in missing
 
 
 def test_nothing_else_of_a_python_script_is_taken() -> None:
