@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "Convert a script or config of slime, verl or TRL, which is read and not executed."
+STATUS = "The status is 0 if the config is written, complete or not; stderr lists what it still needs."
 
 MOST_BYTES = 262_144
 """Largest input; published scripts have up to 20 kB, verl's generated configs 40 kB."""
@@ -30,6 +31,7 @@ TITLE = "# Written by `{command}` from {file}.\n# docs/migrate/{project}.md has 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = STATUS
     parser.add_argument("project", choices=PROJECTS, help="the project that the file is for")
     parser.add_argument(
         "file", metavar="FILE", help="a shell script; verl and TRL also a YAML config, TRL a Python script"
@@ -56,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         hint = f"docs/migrate/{args.project}.md shows which files are read."
         raise ConfigError(f"{file} is no script or config of {args.project}: {error}.", hint=hint) from error
     tree = _tree(result, file)
+    if _drop_refused(result, tree):
+        tree = _tree(result, file)
     command = shlex.join(["anygauge", "import", args.project, file.name])
     title = TITLE.format(command=ascii(command)[1:-1], file=ascii(file.name)[1:-1], project=args.project)
     _write(args, title + tomli_w.dumps(tree))
@@ -101,6 +105,16 @@ def _tree(result: Imported, file: Path) -> dict[str, Any]:
     for key, value in sorted(result.keys.items(), key=lambda each: order.index(each[0].partition(".")[0])):
         put(tree, key, value)
     return tree
+
+
+def _drop_refused(result: Imported, tree: dict[str, Any]) -> bool:
+    """Leave out values that the schema refuses, each with a note, and return whether there are any."""
+    from anygauge.config.validate import validate
+
+    refused = {each.path: each for each in validate(tree).problems if each.path in result.keys}
+    for key, problem in refused.items():
+        result.miss(key, f"{result.keys.pop(key)!r} is not written: {problem.hint}")
+    return bool(refused)
 
 
 def _write(args: argparse.Namespace, text: str) -> None:

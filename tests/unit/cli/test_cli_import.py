@@ -45,6 +45,17 @@ def test_the_report_names_the_keys_that_are_missing(
     assert "the config is not complete yet:\n  model: not set" in printed.err
 
 
+def test_a_value_that_the_schema_refuses_is_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "a.py"
+    script.write_text("GRPOConfig(learning_rate='1e-6x', beta=0.1)")
+    assert main(["import", "trl", str(script)]) == 0
+    printed = capsys.readouterr()
+    assert "1e-6x" not in printed.out
+    assert "train.lr: '1e-6x' is not written: must be a valid number" in printed.err
+
+
 def test_a_missing_sglang_is_no_fault_of_the_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
