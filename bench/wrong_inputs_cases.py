@@ -583,7 +583,7 @@ def api_cases() -> Iterator[Case]:
         ),
         'Run.load("nowhere")': ("AG501", ("nowhere", "does not exist")),
         'Run.load("runs/first").generate(5)': ("AG301", ("prompts are 5", "Give a string")),
-        'Run.load("runs/first").generate([5])': ("AG301", ("'prompt' is a number",)),
+        'Run.load("runs/first").generate([5])': ("AG301", ("Prompt 0 is 5 (int), neither a string",)),
         'generate("model", ["1+2="], max_new_tokens=-1)': ("AG201", ("max_new_tokens", "-1")),
         'generate("model", ["1+2="], temperature=-1)': ("AG201", ("temperature", "-1")),
         'generate("model", ["1+2="], max_tokens=4)': (
