@@ -421,6 +421,8 @@ def test_more_workers_than_devices(plugins: Plugins, monkeypatch: pytest.MonkeyP
         sys.modules, "torch_npu", SimpleNamespace(npu=SimpleNamespace(device_count=lambda: 1))
     )
     for spec, kind in ((anygauge_cuda.plugin.CUDA, "GPU"), (anygauge_npu.plugin.NPU, "NPU")):
+        assert spec.visible_devices_env is not None
+        monkeypatch.delenv(spec.visible_devices_env, raising=False)
         with pytest.raises(
             PlacementError, match=rf"{kind} 1 \(counted from 0\).* sees 1: \w+ is None"
         ) as error:
