@@ -168,7 +168,7 @@ def make_config(layout: Layout, model: Path, tokens: int) -> Config:
 
 
 def make_samples(count: int, length: int, vocab: int, seed: int) -> list[TrainSample]:
-    """Return sequences of random tokens, all but the first of which are learned."""
+    """Return sequences of random tokens; all but the first of each are targets."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, vocab, (count, length), generator=generator).tolist()
     return [sample_of(TrainSample, row) for row in rows]

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         metavar="WORD",
         nargs="*",
-        help="only rows with all words in their names, as of `anygauge keys`",
+        help="only rows whose names contain all of these",
     )
     parser.add_argument("--backend", metavar="NAME", help="default: as `anygauge train` would choose")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -384,7 +384,7 @@ def _state(args: argparse.Namespace, billions: float, machine: Machine) -> str:
 
 
 def _needs_sizes(args: argparse.Namespace, model: ModelFacts, machine: Machine) -> ConfigError:
-    """Return the error of a model that must be divided, of which no more than the name is known."""
+    """Return the error for a model that must be divided but whose sizes are not known."""
     from anygauge.config.schema import Hub
     from anygauge.hub import sizes_command
     from anygauge.hub.names import model_name

@@ -76,7 +76,7 @@ def critic_config(config: Config) -> Config:
 
 
 def teacher_config(config: Config) -> Config:
-    """Return the config of the teacher, of which nothing is trained."""
+    """Return the config of the teacher, which is not trained."""
     return _with_model(config, config.teacher, {"freeze": ()})
 
 

@@ -75,7 +75,7 @@ def plan_warnings(config: Config, plan: Plan) -> Iterator[str]:
     if limit is not None and spare < 0 and alone <= FULL * limit and _never_sleep(config, plan):
         yield (
             f"trainers and servers never sleep (placement.offload), and lack {-spare / GIB:.1f} GiB of "
-            f"{limit / GIB:.1f} GiB, a tenth of which stays free: they probably run out of memory. "
+            f"{limit / GIB:.1f} GiB; a tenth is kept free. They probably run out of memory. "
             f"{_less_memory_awake(config, plan)}"
         )
     elif limit is not None and needed > FULL * limit:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["gathered_bytes", "token_bytes", "update_bytes"]
 
-HIDDEN_BACKWARD = 0.5
+EXPOSED_BACKWARD = 0.5
 """Exchanges of hidden states that a backward pass waits for, as a part of those of a forward pass. It makes
 1.5 times as many, and the products of the weights' gradients hide two thirds of them."""
 
@@ -54,7 +54,7 @@ def token_bytes(config: Config, shape: ModelShape, layout: Layout, *, trains: bo
     forwards = 2.0 if again == "full" else 1.0
     size = itemsize(config)
     # around attention and around a dense MLP: gathered before, scattered after
-    around = 2 * (2 * shape.layers - sparse) * (forwards + (HIDDEN_BACKWARD if trains else 0.0))
+    around = 2 * (2 * shape.layers - sparse) * (forwards + (EXPOSED_BACKWARD if trains else 0.0))
     ends = 5 if trains else 2  # of the embedding and the loss
     hidden = size * (around + ends) * shape.hidden * _of_others(layout.tensor) / layout.context
     of_attention = size * (2.0 if again in ("full", "selective") else 1.0) + (FLOAT if trains else 0.0)
