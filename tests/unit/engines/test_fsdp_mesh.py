@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg
 
 from anygauge.config.load import load_config
 from anygauge.engines.fsdp import mesh
-from anygauge.engines.fsdp.mesh import ReplicaCheck, mesh_groups
+from anygauge.engines.fsdp.mesh import ReplicaCheck, data_mesh, mesh_groups
 from anygauge.engines.fsdp.weights import LocalShard
 from anygauge.plugins import load_plugins
 from anygauge_hooks.errors import ReplicaError
@@ -50,12 +53,28 @@ def test_a_bit_that_differs_is_named(monkeypatch: pytest.MonkeyPatch, index: int
         check.check(4)
 
 
-def test_collectives_of_each_group_are_tried() -> None:
-    names = ("replicate", "shard")
-    several: Any = SimpleNamespace(ndim=2, mesh_dim_names=names, get_group=lambda name: name)
-    assert [use.name for use in mesh_groups(several)] == ["default", *names]
-    single: Any = SimpleNamespace(ndim=1, mesh_dim_names=None)
-    assert [use.name for use in mesh_groups(single)] == ["default"]
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Be the first of some ranks, in a group whose collectives do nothing."""
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=request.param)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "names"),
+    [(4, 2, ["replicate", "shard"]), (4, 1, ["shard"]), (1, 1, [])],
+    indirect=["ranks"],
+)
+@pytest.mark.usefixtures("ranks")
+def test_weights_have_groups_of_their_own_and_all_are_tried(replicas: int, names: list[str]) -> None:
+    default, *own = mesh_groups(data_mesh(replicas, "cpu", 9.0))
+    assert [use.name for use in own] == names
+    assert [use.group.size() for use in own] == [
+        4 // replicas if name == "shard" else replicas for name in names
+    ]
+    assert dist.group.WORLD is default.group
+    assert default.group not in [use.group for use in own]
 
 
 def test_one_copy_is_compared_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

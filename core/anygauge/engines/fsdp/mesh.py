@@ -28,31 +28,32 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def data_mesh(replicas: int, device: str, timeout_s: float) -> DeviceMesh:
     """Return the mesh whose last dimension shards weights. A collective.
 
-    Neighboring ranks, which are most often of one host, shard a copy of the model.
+    Neighboring ranks, which are most often of one host, shard a copy of the model. All groups are new ones: a
+    backend may keep the default group small, and it is too slow for weights then.
 
     :param replicas: Copies of the model; they divide the number of ranks.
     :param timeout_s: Seconds until a collective of a group fails.
     """
     world: Any = dist.group.WORLD
-    if replicas == 1:
+    if dist.get_world_size() == 1:
         return DeviceMesh.from_group(world, device)
     mesh = torch.arange(dist.get_world_size(), dtype=torch.int).view(replicas, -1)
+    dimensions = {"replicate": mesh.t(), "shard": mesh} if replicas > 1 else {"shard": mesh}
     own: dict[str, Any] = {}
-    for name, groups in (("replicate", mesh.t()), ("shard", mesh)):
+    for name, groups in dimensions.items():
         for ranks in groups.tolist():  # all ranks take part in the making of each group
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
             if dist.get_rank() in ranks:
                 own[name] = group
+    mesh = mesh if replicas > 1 else mesh[0]
     return DeviceMesh.from_group(list(own.values()), device, mesh=mesh, mesh_dim_names=tuple(own))
 
 
 def mesh_groups(mesh: DeviceMesh) -> list[GroupUse]:
     """Return the process groups that a run calls collectives on."""
     world: Any = dist.group.WORLD
-    groups = [GroupUse("default", world)]
-    if mesh.ndim > 1:
-        groups += [GroupUse(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or ()]
-    return groups
+    own = [GroupUse(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or ()]
+    return [GroupUse("default", world), *own]
 
 
 class ReplicaCheck:
