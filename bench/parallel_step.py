@@ -32,7 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from train_step import SHAPES, random_policy, sample_of
+from lone_rank import init_lone_group, replace_exchanges
+from train_step import SHAPES, random_fsdp, random_megatron, sample_of
 
 from anygauge.config import Config
 from anygauge.device import take_peak_memory
@@ -63,6 +64,8 @@ class Layout:
     world: int = 1
     parallel: Mapping[str, int] = field(default_factory=dict)
     megatron: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys of ``[train]``."""
 
     @property
     def dp_size(self) -> int:
@@ -162,6 +165,7 @@ def make_config(layout: Layout, model: Path, tokens: int) -> Config:
                 "micro_batch_tokens": tokens,
                 "parallel": layout.parallel,
                 "megatron": layout.megatron,
+                **layout.train,
             },
         }
     )
@@ -187,13 +191,13 @@ class Steps:
         self, layout: Layout, model: Path, context: WorkerContext, options: Mapping[str, Any]
     ) -> None:
         from anygauge.distributed.layout import Layout as Division
-        from anygauge.engines.megatron.engine import MegatronEngine
 
         count, length = options["sequences"] * layout.world // layout.dp_size, options["length"]
         config = make_config(layout, model, count * length)
         share = Division(layout.world, config.train.parallel).dp_rank(context.rank)
-        self.engine = MegatronEngine(config, context, build=random_policy)
-        self.batch = make_batch(make_samples(count, length, self.engine.policy.hf["vocab_size"], share))
+        self.engine = (random_fsdp if config.train.engine == "fsdp" else random_megatron)(config, context)
+        vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+        self.batch = make_batch(make_samples(count, length, vocab, share))
         weight = 1 / (options["sequences"] * layout.world * (length - 1))
         self.batch.loss_weights = torch.full((count * (length - 1),), weight)
         self.batch.old_log_probs = self.batch.rollout_log_probs
@@ -204,13 +208,9 @@ class Steps:
         self.engine.train_step(replace(self.batch), likelihood, temperature=1.0, entropy_grad=False)
 
     def release(self) -> None:
-        """Give all memory back: what Megatron's hooks hold would stay."""
-        tensors = [
-            *self.engine._model_tensors(),
-            *self.engine._optimizer_tensors(),
-            *self.engine._gradients(),
-        ]
-        for tensor in tensors:
+        """Give all memory back: what the engine's hooks hold would stay."""
+        memory = self.engine._memory
+        for tensor in [*memory._weights(), *memory._rest(), *memory._temporary()]:
             tensor.untyped_storage().resize_(0)
 
 
@@ -262,20 +262,25 @@ def run_rank(
     device = plugins.make_device(backend, rank)
     from anygauge.engines.megatron.prepare import prepare_megatron
 
+    if options["first_rank"]:
+        replace_exchanges()
     prepare_megatron(plugins, backend)
     for number, (name, layout) in enumerate(chosen.items()):
         if rank >= layout.world:
             continue
         shared = dist.PrefixStore(str(number), dist.FileStore(f"{directory}/store"))
-        init_process_group(
-            plugins,
-            backend,
-            shared,
-            rank=rank,
-            world_size=layout.world,
-            timeout_s=TIMEOUT_S,
-            single_host=True,
-        )
+        if options["first_rank"]:
+            init_lone_group(layout.world)
+        else:
+            init_process_group(
+                plugins,
+                backend,
+                shared,
+                rank=rank,
+                world_size=layout.world,
+                timeout_s=TIMEOUT_S,
+                single_host=True,
+            )
         context = WorkerContext(
             rank=rank, world_size=layout.world, backend=backend, device=device, plugins=plugins
         )
@@ -307,7 +312,8 @@ def measured(
 def results(size: int, chosen: Mapping[str, Layout], options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Start the ranks and yield a row for each layout as soon as all of its ranks have measured it.
 
-    :param options: ``shapes`` are the ``config.json`` of each model.
+    :param options: ``shapes`` are the ``config.json`` of each model. With ``first_rank`` only the first of
+        all starts, on one device (``lone_rank.py``).
     :raises RankError: A rank failed; it has printed why.
     """
     plugins = load_plugins()
@@ -322,16 +328,18 @@ def results(size: int, chosen: Mapping[str, Layout], options: Mapping[str, Any])
             Path(directory, name, "config.json").write_text(json.dumps(shape))
         arguments = (directory, chosen, options, out)
         ranks = [
-            context.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(size)
+            context.Process(target=run_rank, args=(rank, *arguments), daemon=True)
+            for rank in range(1 if options["first_rank"] else size)
         ]
         for each in ranks:
             each.start()
         found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
         try:
-            for _ in range(sum(layout.world for layout in chosen.values())):
+            worlds = {name: min(layout.world, len(ranks)) for name, layout in chosen.items()}
+            for _ in range(sum(worlds.values())):
                 name, row = next_row(out, ranks)
                 found[name].append(row)
-                if len(found[name]) == chosen[name].world:
+                if len(found[name]) == worlds[name]:
                     yield {"layout": name, **mean(found[name])}
             for each in ranks:
                 each.join(10)
@@ -411,6 +419,7 @@ def main() -> None:
         "threads": 1 if arguments.tiny else 4,
         "warm_up": 3,
         "profiled": 2,
+        "first_rank": False,
         **{name: getattr(arguments, name) for name in ("sequences", "length", "steps")},
     }
     print(f"torch {torch.__version__}, {arguments.devices} devices, {tokens} tokens of each in a step")

@@ -4,6 +4,7 @@
     python bench/plan_check.py --backend cuda --cases 4b 4b-fsdp-lora --runs 5
     python bench/plan_check.py --backend cuda --shapes 135m 0.6b
     python bench/plan_check.py --backend cuda --devices 2    # ten cases of five models, on two GPUs of a host
+    python bench/plan_check.py --backend cuda --devices 8 --first-rank   # what one of eight holds, on one GPU
     python bench/plan_check.py --backend cpu --cases tiny    # that it runs, on the host
     python bench/plan_check.py --backend cpu --devices 2 --length 64 --cases tiny-data tiny-tensor
 
@@ -14,17 +15,20 @@ ends with status 1 if a case failed or is beyond a bound.
 
 With ``--devices``, a case is a layout of ``bench/parallel_step.py``, two samples for each device. One process
 a device takes the steps of all cases. The first case that fails ends them; ``--cases`` runs those after it.
+With ``--first-rank`` the first rank takes them alone, and the plan is that of a step whose exchanges take no
+time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -58,7 +62,7 @@ class Case:
     micro_batch: int = 0
     """Tokens of a micro-batch; 0 takes all at once."""
     train: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of ``[train]`` that differ from those of the side."""
+    """Keys of ``[train]`` that differ from those of the side, on one device."""
     layout: parallel_step.Layout = field(default_factory=parallel_step.Layout)
     """How several devices divide the model, each with as many samples as ``lengths``."""
 
@@ -90,27 +94,45 @@ CASES: Mapping[str, Case] = {
 QUICK = ("135m", "0.6b", "1.7b", "4b", "4b-lora", "1.7b-fsdp", "135m-short", "4b-lora-full")
 """Cases whose models are on one GPU at once, the quickest first: a minute or two in all."""
 DIVISIONS: Mapping[str, Sequence[str]] = {
-    "tiny": ("data", "tensor", "context"),
+    "tiny": ("data", "tensor", "context", "fsdp"),
     "135m": ("data",),
     "0.6b": ("data", "tensor"),
-    "1.7b": ("data", "tensor", "context"),
+    "1.7b": ("data", "tensor", "context", "fsdp"),
     "30b-a3b": ("expert", "data"),
-    "4b": ("tensor", "data"),
+    "4b": ("fsdp", "tensor", "data"),
 }
 """How several devices divide each model; the one that needs most memory is the last."""
 
 
+EIGHT = parallel_step.Layout(
+    "30b-a3b-whole",
+    8,
+    parallel={"tensor": 4, "expert": 8},
+    megatron={"moe_router_force_load_balancing": True},
+    train={"recompute": "elementwise", "micro_batch_tokens": 8192},
+)
+"""What ``anygauge init`` chooses for Qwen3-30B-A3B on eight devices. In a random model of this depth all
+tokens would go to the same experts."""
+
+
+def division_keys(division: str, devices: int) -> dict[str, Any]:
+    """Return the fields of a layout that divides a model in one way."""
+    if division in ("data", "fsdp"):
+        return {"train": {"engine": division}} if division == "fsdp" else {}
+    return {"parallel": {division: devices}}
+
+
 def divided(devices: int, length: int) -> dict[str, Case]:
     """Return the cases of several devices."""
-    return {
-        f"{shape}-{division}": Case(
-            shape,
-            lengths=(length,) * len(LONG),
-            layout=parallel_step.Layout(shape, devices, {} if division == "data" else {division: devices}),
-        )
+    layouts = {
+        f"{shape}-{division}": parallel_step.Layout(shape, devices, **division_keys(division, devices))
         for shape, divisions in DIVISIONS.items()
         for division in divisions
     }
+    if devices == EIGHT.world:
+        layouts["30b-a3b-init"] = EIGHT
+    lengths = (length,) * len(LONG)
+    return {name: Case(layout.model, lengths=lengths, layout=layout) for name, layout in layouts.items()}
 
 
 class Row(NamedTuple):
@@ -140,6 +162,7 @@ def config_of(case: Case) -> Config:
         "micro_batch_tokens": case.micro_batch or length * case.samples,
         "parallel": layout.parallel,
         **case.train,
+        **layout.train,
     }
     return Config.model_validate(
         {
@@ -153,14 +176,15 @@ def config_of(case: Case) -> Config:
     )
 
 
-def planned(case: Case, gpu: str, backend: str) -> tuple[float, float]:
-    """Return the planned GiB and milliseconds of a case."""
+def planned(case: Case, gpu: str, backend: str, *, exchanges: bool = True) -> tuple[float, float]:
+    """Return the planned GiB and milliseconds of a case, and with it of what its ranks exchange."""
+    rates = RATES[gpu] if exchanges else replace(RATES[gpu], link=math.inf)
     given = Assumptions(
         backend=backend,
         master_bytes=MASTER_BYTES.get(backend, 4),
         device_bytes=DEVICE_MEMORY[gpu],
         gpu=gpu,
-        rates=RATES[gpu],
+        rates=rates,
         is_plain_batch=case.lengths[0] % PLAIN == 0 and "context" not in case.layout.parallel,
     )
     plan = make_plan(config_of(case), read_shape(train_step.SHAPES[case.shape]), given)
@@ -225,12 +249,15 @@ def divided_rows(cases: Mapping[str, Case], args: argparse.Namespace) -> Iterato
         "warm_up": train_step.WARM_UP,
         "steps": args.runs,
         "profiled": 0,
+        "first_rank": args.first_rank,
     }
-    layouts = {name: case.layout for name, case in cases.items()}
+    checks = {"replica_check_every": 0} if args.first_rank else {}
+    layouts = {name: replace(case.layout, train=case.layout.train | checks) for name, case in cases.items()}
     tells_memory = torch.accelerator.is_available()  # a host tells that of the whole process
     try:
         for row in parallel_step.results(args.devices, layouts, options):
-            gib, ms = planned(cases[row["layout"]], args.gpu, args.backend)
+            case = cases[row["layout"]]
+            gib, ms = planned(case, args.gpu, args.backend, exchanges=not args.first_rank)
             yield Row(row["layout"], row["memory"] if tells_memory else 0.0, gib, row["step"], ms)
     except parallel_step.RankError as error:
         print(error, file=sys.stderr)
@@ -242,6 +269,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--gpu", choices=RATES, default="H200", help="whose rates the plan takes")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument(
+        "--first-rank", action="store_true", help="of several devices, on one: memory and its own work"
+    )
     parser.add_argument(
         "--length", type=int, help=f"tokens of a sample, with --devices; {LONG[0]} by default"
     )

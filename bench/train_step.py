@@ -105,10 +105,11 @@ SHAPES = {
     "0.6b": shape(1024, 28, 16, 8, 3072),
     "135m": shape(576, 30, 9, 3, 1536, head_dim=64, vocab_size=49_152),
     "30b-a3b": shape(2048, 6, 32, 4, 6144, **EXPERTS),
+    "30b-a3b-whole": shape(2048, 48, 32, 4, 6144, **EXPERTS),
     "thin": shape(128, 36, 4, 2, 256, head_dim=32, vocab_size=512),
     "tiny": shape(64, 2, 4, 2, 128, head_dim=16, vocab_size=512),
 }
-"""``30b-a3b`` has 6 of its 48 layers; a step of ``thin`` takes as long as the host needs for 36."""
+"""``30b-a3b`` has 6 of the 48 layers; a step of ``thin`` takes as long as the host needs for 36."""
 TOWERS = {
     "4b": {
         "depth": 24,

@@ -326,6 +326,21 @@ def test_a_plan_check_of_two_devices_has_the_rows_before_a_rank_that_fails(
     assert "Megatron refuses" in capfd.readouterr().err
 
 
+def test_the_first_rank_takes_the_steps_of_each_division_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("plan_check.py", monkeypatch)
+    options = ["--backend", "cpu", "--devices", "8", "--first-rank", "--length", "64"]
+    monkeypatch.setattr(sys, "argv", ["plan_check", *options])
+    args = module["parse"]()
+    args.runs = 1
+    names = ["tiny-context", "tiny-fsdp"]
+    rows = list(module["divided_rows"]({name: args.known[name] for name in names}, args))
+    assert [row.name for row in rows] == names
+    case = module["divided"](2, 4096)["1.7b-tensor"]
+    alone, together = (module["planned"](case, "H200", "cuda", exchanges=each) for each in (False, True))
+    assert alone[0] == together[0]
+    assert alone[1] < 0.9 * together[1]
+
+
 def test_adapters_on_a_4_bit_base_take_a_step_without_a_file_of_weights() -> None:
     pytest.importorskip("bitsandbytes")
     sides = ["--alone", "--sides", "qlora", "--shape", "tiny", "--lengths", "8", "--runs", "1"]
