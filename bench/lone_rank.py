@@ -25,6 +25,7 @@ def replace_exchanges() -> None:
     Call it before an engine is imported.
     """
     known_results.check_known_results = lambda *_: None
+    dist.all_gather_into_tensor = _filled(dist.all_gather_into_tensor)
     dist.all_to_all_single = _filled(dist.all_to_all_single)
     dist.reduce_scatter_tensor = _filled(dist.reduce_scatter_tensor)
 
@@ -38,12 +39,16 @@ def init_lone_group(world_size: int) -> None:
 
 
 def _filled(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective that first fills its output with its input, repeated or cut off, or with zeros."""
+    """Return a collective that first fills its output with its input, repeated or cut off, or with zeros.
+
+    An output that has its input inside is left as it is.
+    """
 
     def run(output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
-        given = input.detach().reshape(-1) if input.numel() else input.new_zeros(1)
-        for part in output.detach().view(-1).split(given.numel()):
-            part.copy_(given[: part.numel()])
+        if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
+            given = input.detach().reshape(-1) if input.numel() else input.new_zeros(1)
+            for part in output.detach().view(-1).split(given.numel()):
+                part.copy_(given[: part.numel()])
         return collective(output, input, *args, **options)
 
     return run
