@@ -1,4 +1,4 @@
-"""Plans against figures of docs/performance.md: one NVIDIA H200, November 2026."""
+"""Plans against figures of docs/performance.md and docs/plan.md: one NVIDIA H200, November 2026."""
 
 from __future__ import annotations
 
