@@ -318,6 +318,47 @@ class Sender:
         total, issued = min(found)
         return [Row("buckets made, none sent", f"{total * 1e3:.1f} ms, {issued * 1e3:.1f} of the host's")]
 
+    def own(self, bucket_mib: int, rounds: int) -> list[Row]:
+        """Time SGLang's own way, one bucket after the other, with tensors that were converted before.
+
+        There are no pauses, no names and no version of anygauge's in it.
+        """
+        items = [(name, tensor.detach().clone()) for name, tensor in self._engine.weights()]
+        buckets = list(split(items, bucket_mib * MIB))
+        target, found = self._peer.target(deadline_s=DEADLINE_S), []
+        for _ in range(rounds + 2):
+            self._synchronize()
+            started = time.perf_counter()
+            target.begin()
+            for bucket in buckets:
+                self._send_alone(bucket, target)
+            target.end()
+            self._synchronize()
+            found.append(time.perf_counter() - started)
+        target.close()
+        seconds = statistics.median(found[2:])
+        figures = f"{seconds:7.4f} s  {self._bytes / seconds / 1e9:6.1f} GB/s  {len(buckets)} buckets"
+        return [Row(f"SGLang's own update, {bucket_mib} MiB", figures)]
+
+    def _send_alone(self, bucket: Sequence[tuple[str, Any]], target: Any) -> None:
+        import torch
+
+        from anygauge.failures import in_background
+
+        transport = self._main._transport
+        body = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": transport._name,
+            "flush_cache": False,
+            "load_format": "flattened_bucket",
+        }
+        ask = partial(target.post, "/update_weights_from_distributed", body, what="a bucket")
+        asking = in_background(ask, "own-request")
+        transport._group.start(torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket]))
+        asking.result()
+
     # ---- log-probs ----
 
     def agreement(self, prompts: int, length: int, tokens: int) -> list[Row]:
@@ -548,6 +589,17 @@ class Sender:
         self._server.close()
 
 
+def split(items: Sequence[tuple[str, Any]], size: int) -> Iterator[list[tuple[str, Any]]]:
+    """Yield tensors with their names in buckets of at most so many bytes, or of a single tensor."""
+    bucket: list[tuple[str, Any]] = []
+    for name, tensor in items:
+        if bucket and sum(each.nbytes for _, each in bucket) + tensor.nbytes > size:
+            yield bucket
+            bucket = []
+        bucket.append((name, tensor))
+    yield bucket
+
+
 def _children(pid: int) -> list[int]:
     import psutil
 
@@ -594,6 +646,7 @@ def load(arguments: argparse.Namespace, directory: Path) -> tuple[Any, Any]:
         "train__dtype": dtype,
         "train__micro_batch_tokens": 8192,
         "weight_sync__deadline_s": DEADLINE_S,
+        **({"weight_sync__transport": "distributed"} if arguments.place == "apart" else {}),
         "run__timeout_s": 300,
         **{f"rollout__sglang.{name}": value for name, value in server.items()},
     }
@@ -630,6 +683,8 @@ def steps(arguments: argparse.Namespace) -> Iterator[tuple[str, Mapping[str, Any
     yield "filled", {"bucket_mib": first}
     for bucket in (first, *others):
         yield "later", {"bucket_mib": bucket, "rounds": arguments.rounds}
+        if arguments.own:
+            yield "own", {"bucket_mib": bucket, "rounds": arguments.rounds}
     if arguments.by_tensor:
         yield "later", {"bucket_mib": first, "rounds": arguments.rounds, "by_tensor": True}
     if not arguments.pushes:
@@ -657,6 +712,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=256, help="of a response")
     parser.add_argument("--long", type=int, default=400, help="of a response whose weights change")
     parser.add_argument("--by-tensor", action="store_true", help="also broadcast tensors one by one")
+    parser.add_argument("--own", action="store_true", help="also SGLang's own way, apart, for each size")
     parser.add_argument("--pushes", action="store_true", help="nothing but pushes")
     parser.add_argument("--broken", action="store_true", help="end the server in the middle of an update")
     parser.add_argument("--logs", type=Path, help="directory for the logs; else they are removed")
