@@ -265,6 +265,9 @@ def run_rank(
     if options["first_rank"]:
         replace_exchanges()
     prepare_megatron(plugins, backend)
+    a_layout = next(iter(chosen.values()))
+    config = make_config(a_layout, Path(directory, a_layout.model), options["length"])
+    plugins.prepare_worker(backend, "actor", "after_config", config=config)
     for number, (name, layout) in enumerate(chosen.items()):
         if rank >= layout.world:
             continue
