@@ -258,15 +258,15 @@ def run_rank(
     torch.set_num_threads(options["threads"])
     plugins = load_plugins()
     backend = plugins.get("register_backends", options["backend"])
-    plugins.prepare_worker(backend, "actor", "before_vendor_import")
+    a_layout = next(iter(chosen.values()))
+    config = make_config(a_layout, Path(directory, a_layout.model), options["length"])
+    plugins.prepare_worker(backend, "actor", "before_vendor_import", config=config)
     device = plugins.make_device(backend, rank)
     from anygauge.engines.megatron.prepare import prepare_megatron
 
     if options["first_rank"]:
         replace_exchanges()
     prepare_megatron(plugins, backend)
-    a_layout = next(iter(chosen.values()))
-    config = make_config(a_layout, Path(directory, a_layout.model), options["length"])
     plugins.prepare_worker(backend, "actor", "after_config", config=config)
     for number, (name, layout) in enumerate(chosen.items()):
         if rank >= layout.world:
@@ -315,6 +315,7 @@ def measured(
 def results(size: int, chosen: Mapping[str, Layout], options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Start the ranks and yield a row for each layout as soon as all of its ranks have measured it.
 
+    :param chosen: Layouts of one train engine, for which a process is prepared.
     :param options: ``shapes`` are the ``config.json`` of each model. With ``first_rank`` only the first of
         all starts, on one device (``lone_rank.py``).
     :raises RankError: A rank failed; it has printed why.

@@ -14,9 +14,9 @@ what ``anygauge plan`` computes of the same config. Memory is the most that torc
 ends with status 1 if a case failed or is beyond a bound.
 
 With ``--devices``, a case is a layout of ``bench/parallel_step.py``, two samples for each device. One process
-a device takes the steps of all cases. The first case that fails ends them; ``--cases`` runs those after it.
-With ``--first-rank`` the first rank takes them alone, and the plan is that of a step whose exchanges take no
-time.
+a device takes the steps of all cases of one train engine. The first case that fails ends them; ``--cases``
+runs those after it. With ``--first-rank`` the first rank takes them alone, and the plan is that of a step whose
+exchanges take no time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, groupby, zip_longest
 from typing import Any, NamedTuple
 
 import parallel_step
@@ -254,8 +254,11 @@ def divided_rows(cases: Mapping[str, Case], args: argparse.Namespace) -> Iterato
     checks = {"replica_check_every": 0} if args.first_rank else {}
     layouts = {name: replace(case.layout, train=case.layout.train | checks) for name, case in cases.items()}
     tells_memory = torch.accelerator.is_available()  # a host tells that of the whole process
+    engines = groupby(layouts.items(), lambda item: item[1].train.get("engine"))
     try:
-        for row in parallel_step.results(args.devices, layouts, options):
+        for row in chain.from_iterable(
+            parallel_step.results(args.devices, dict(some), options) for _, some in engines
+        ):
             case = cases[row["layout"]]
             gib, ms = planned(case, args.gpu, args.backend, exchanges=not args.first_rank)
             yield Row(row["layout"], row["memory"] if tells_memory else 0.0, gib, row["step"], ms)

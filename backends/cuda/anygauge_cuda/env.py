@@ -12,6 +12,7 @@ from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import AcceleratorIds
 
 __all__ = [
+    "CONNECTIONS",
     "CUMEM",
     "DETERMINISTIC",
     "ENGINES",
@@ -23,18 +24,18 @@ __all__ = [
     "allocator",
     "expands",
     "local_device",
+    "order_kernels",
     "users_choice",
     "visible_devices",
 ]
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 CUMEM = "NCCL_CUMEM_ENABLE"
 ENGINES = ("rollout", "sglang")
 """Roles of processes that generate, or own a server that does."""
 
 WORKER: Mapping[str, str] = {
-    # tensor and sequence parallel overlap relies on kernels that start in the order they were launched in
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # SGLang sets the same in its processes; between communicators of unlike memory the first broadcast hangs
     CUMEM: "0",
     # NVLink multicast, of NCCL and of torch's symmetric memory: it needs a fabric manager that grants it,
@@ -55,7 +56,7 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 """Allocator of trainers: sequences of all lengths fragment segments of a fixed size."""
 ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Where torch looks for settings of its allocator; the first that is set counts."""
-FORWARDED = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_SYMM_MEM_", "ANYGAUGE_CUDA_")
+FORWARDED = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_SYMM_MEM_", "ANYGAUGE_CUDA_", CONNECTIONS)
 """Beginnings of the user's own variables that reach the workers of every node."""
 DETERMINISTIC: Mapping[str, str] = {
     # without workspaces of a fixed size cuBLAS may sum in any order, and torch refuses to multiply
@@ -90,6 +91,16 @@ def users_choice(defaults: Mapping[str, str]) -> Mapping[str, str]:
     own = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     left = {name: value for name, value in defaults.items() if FORMER.get(name) not in own}
     return {**{name: os.environ.get(name, value) for name, value in left.items()}, **own}
+
+
+def order_kernels(train_engine: str) -> None:
+    """Have kernels start in the order of their launch if the train engine relies on it, and no user objects.
+
+    Megatron does, to overlap the communication of tensor and sequence parallelism. FSDP gathers weights while
+    it computes, for which kernels of several streams must not wait for each other.
+    """
+    if train_engine == "megatron":
+        os.environ.setdefault(CONNECTIONS, "1")
 
 
 def allocator(role: str) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import Distribution
 from pathlib import Path
 
-from anygauge_cuda.env import CUMEM, VISIBLE_DEVICES, WORKER
+from anygauge_cuda.env import CONNECTIONS, CUMEM, VISIBLE_DEVICES, WORKER
 from anygauge_cuda.probe import locked_files
 from anygauge_cuda.releases import DRIVER_OF_CUDA, INSTALL, numbers, suffices
 from anygauge_cuda.rollout import MEMORY_SAVER
@@ -320,7 +320,7 @@ def _locked_memory() -> Checks:
 
 def _variables(host: Host) -> Checks:
     """Show what the shell has set that counts more than the backend's own settings."""
-    names = [name for name in (VISIBLE_DEVICES, *WORKER) if name in host.environ]
+    names = [name for name in (VISIBLE_DEVICES, CONNECTIONS, *WORKER) if name in host.environ]
     if names:
         yield passed("environment", " ".join(f"{name}={host.environ[name]}" for name in names))
     if host.environ.get(CUMEM, WORKER[CUMEM]) != WORKER[CUMEM]:

@@ -40,8 +40,11 @@ def register_backends() -> Iterable[BackendSpec]:
 
 @hookimpl
 def prepare_worker(role: str, phase: Phase, config: RunConfig | None, log: str | None) -> None:
-    """Say where torch writes what explains a hang or a lack of memory, and bind trainers to near cores."""
-    if phase != "after_config" or config is None:
+    """Order kernels, say where torch explains a hang or a lack of memory, and bind trainers to near cores."""
+    if config is None:
+        return
+    if phase == "before_vendor_import":
+        env.order_kernels(config.train.engine)
         return
     from anygauge_cuda import diagnosis, numa
 

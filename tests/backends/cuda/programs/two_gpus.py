@@ -23,7 +23,7 @@ plugins = load_plugins(only=["cpu", "cuda"])
 backend = plugins.get("register_backends", "cuda")
 network = {"interface": None, "ip_version": "any", "timeout_s": LIMIT_S, "deterministic": False}
 os.environ.update(plugins.worker_env(backend, role="actor", **network))
-plugins.prepare_worker(backend, "actor", "before_vendor_import", config=object(), log=f"{file}-{rank}.log")
+plugins.prepare_worker(backend, "actor", "before_vendor_import")
 device = plugins.make_device(backend, rank)
 plugins.prepare_worker(backend, "actor", "after_config", config=object(), log=f"{file}-{rank}.log")
 init_process_group(
