@@ -57,9 +57,11 @@ COMMANDS = {
     "parity": parity,
     "convert": convert,
 }
-"""Modules with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``."""
-WITH_CONFIG = ("demo", "plan", "train", "eval", "launch")
-"""Commands that take config keys as options."""
+"""Modules with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``.
+
+What a command takes beside its options is a default of its parser: ``takes_config_keys`` as options, or
+``takes_any_word``, also what looks like an option, in ``args.words``.
+"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -119,15 +121,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         _check_command(parser, others[0])
     args, unknown = parser.parse_known_args(others)
     command: argparse.ArgumentParser = args.parser
-    if args.command == "keys":  # arguments of other projects are words to look for
-        args.words = [word for word in argv[argv.index("keys") + 1 :] if word not in keys.OPTIONS]
-        return args
-    if args.command in WITH_CONFIG and unknown:
-        hint = meant(unknown[0], command) or "a config key is --section.key value"
-        command.error(f"unrecognized arguments: {' '.join(unknown)} ({hint})")
-    if unknown or (overrides and args.command not in WITH_CONFIG):
+    if args.takes_any_word:
+        args.words = argv[argv.index(args.command) + 1 :]
+    elif args.takes_config_keys:
+        args.overrides = overrides
+        if unknown:
+            hint = meant(unknown[0], command) or "a config key is --section.key value"
+            command.error(f"unrecognized arguments: {' '.join(unknown)} ({hint})")
+    elif unknown or overrides:
         command.error(f"unrecognized arguments: {' '.join([*unknown, *overrides])}")
-    args.overrides = overrides
     return args
 
 
@@ -150,8 +152,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
+        command.set_defaults(parser=command, takes_config_keys=False, takes_any_word=False)
         module.add_arguments(command)
-        command.set_defaults(parser=command)
     return parser
 
 

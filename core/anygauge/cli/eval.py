@@ -20,7 +20,8 @@ HELP = "Evaluate a model or a checkpoint on the data sets of a config."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; config keys are parsed separately."""
+    """Declare the options."""
+    parser.set_defaults(takes_config_keys=True)
     parser.usage = (
         "anygauge eval CONFIG.toml [--checkpoint DIR] [--section.key value ...] [--backend NAME] [--out FILE]"
     )

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from anygauge.config.keys import Key
 
-__all__ = ["HELP", "OPTIONS", "add_arguments", "print_keys", "run"]
+__all__ = ["HELP", "add_arguments", "print_keys", "run"]
 
 HELP = "List config keys with type, choices, default and meaning, or print a JSON schema."
 
-OPTIONS = ("--help", "--json", "--schema")
+_OPTIONS = ("--help", "--json", "--schema")
 _INDENT = " " * 6
 _WIDTH = 100
 _MARKS = ("-", "+")
@@ -26,7 +26,8 @@ _TITLE = 'In tables of the file, or as --section.key value. Values are TOML; "no
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Declare the options; arguments of other projects are words to look for."""
+    parser.set_defaults(takes_any_word=True)
     parser.add_argument(
         "words",
         metavar="WORD",
@@ -42,12 +43,13 @@ def run(args: argparse.Namespace) -> int:
     """Print the keys."""
     from anygauge.config.keys import json_schema
 
-    if args.schema and (args.words or args.json):
+    given = [word for word in args.words if word not in _OPTIONS]
+    if args.schema and (given or args.json):
         args.parser.error("--schema is of all keys; leave out the words and --json")
     if args.schema:
         print(json.dumps(json_schema(), indent=2))
         return 0
-    words = [*_without_values(args.words)]
+    words = [*_without_values(given)]
     _check_options(args, words)
     return print_keys(words, as_json=args.json)
 
@@ -65,7 +67,7 @@ def _without_values(words: Sequence[str]) -> Iterator[str]:
 def _check_options(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Exit with status 2 if a word is like an option of this command, as `--jsno` is."""
     for word in words:
-        if close := difflib.get_close_matches(word, OPTIONS, n=1, cutoff=0.75):
+        if close := difflib.get_close_matches(word, _OPTIONS, n=1, cutoff=0.75):
             args.parser.error(f"unrecognized arguments: {word} (did you mean {close[0]}?)")
 
 

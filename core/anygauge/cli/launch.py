@@ -30,7 +30,8 @@ LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; config keys are parsed separately."""
+    """Declare the options."""
+    parser.set_defaults(takes_config_keys=True)
     parser.usage = (
         "anygauge launch [CONFIG.toml] --nodes N --devices M [--head HOST[:PORT]] "
         "[--run head|worker | --print-head] [--backend NAME] [--section.key value ...]"

@@ -24,7 +24,8 @@ HELP = "Show layout, batches, memory and time of a run before it starts."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; config keys are parsed separately."""
+    """Declare the options."""
+    parser.set_defaults(takes_config_keys=True)
     parser.usage = (
         "anygauge plan CONFIG.toml [--section.key value ...] [--backend NAME] [--gpu NAME] "
         "[--device-memory GIB] [--json]"

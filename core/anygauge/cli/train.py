@@ -18,7 +18,8 @@ HELP = "Train a policy from a TOML config."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; config keys are parsed separately."""
+    """Declare the options."""
+    parser.set_defaults(takes_config_keys=True)
     parser.usage = (
         "anygauge train CONFIG.toml [--section.key value ...] [--backend NAME] [--resume | --overwrite] "
         "[--dry-run]"

@@ -17,7 +17,8 @@ INPUTS = "runs/arithmetic-inputs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; config keys are parsed separately."""
+    """Declare the options."""
+    parser.set_defaults(takes_config_keys=True)
     parser.usage = "anygauge demo [--seed N] [--section.key value ...] [--backend NAME]"
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the model and of the run")
     parser.add_argument("--backend", metavar="NAME", help="default: the only usable accelerator, else cpu")
