@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import Config
+from anygauge.counted import counted
 from anygauge.disk import parse_toml
 from anygauge.health.record import HEALTH_FILE, Health, read_health
 from anygauge_hooks.errors import CheckpointError
@@ -198,7 +199,7 @@ class RunView:
             if ends
         )
         last = max((row["step"] for row in rows), default=0)
-        title = html.escape(f"{self.name}: {self.outcome}, {last} step{'' if last == 1 else 's'}")
+        title = html.escape(f"{self.name}: {self.outcome}, {counted(last, 'step')}")
         head = "<tr><th></th><th>first</th><th>last</th></tr>"
         return f"<b>{title}</b><br><code>{html.escape(str(self.directory))}</code><table>{head}{body}</table>"
 

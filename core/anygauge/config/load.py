@@ -30,6 +30,7 @@ from anygauge.config.schema.section import NAME_PATTERN
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import Tree, covers, flatten, merge, plain
 from anygauge.config.validate import NONE, QUOTES, Checked, problems_of, validate
+from anygauge.counted import counted
 from anygauge.disk import parse_toml
 from anygauge.hub import localized, pinned, unresolved
 from anygauge.plugins import Plugins, find_backend, published_backends
@@ -332,9 +333,8 @@ def _for_the_shell(problem: ConfigProblem) -> str:
 
 
 def _error(path: str | Path, lines: Sequence[str]) -> ConfigError:
-    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     hint = "`anygauge keys WORD` explains the keys that have a word."
-    return ConfigError("\n  ".join([f"{path} has {count}:", *lines]), hint=hint)
+    return ConfigError("\n  ".join([f"{path} has {counted(len(lines), 'problem')}:", *lines]), hint=hint)
 
 
 def _explain(error: ValidationError) -> ConfigError:

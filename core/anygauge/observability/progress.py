@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anygauge.counted import counted
 from anygauge.observability.control_characters import visible
 from anygauge.observability.eval_names import EVAL_RESULT
 from anygauge.observability.live_progress import LiveProgress, format_duration
@@ -229,7 +230,7 @@ def _first_line(run: RunInfo) -> str:
 def _steps(first: int, last: int) -> str:
     """Return which steps a part of a run did."""
     if not first:
-        return "1 step" if last == 1 else f"{last} steps"
+        return counted(last, "step")
     if last <= first:
         return "no steps"
     return f"step {last}" if last == first + 1 else f"steps {first + 1} to {last}"

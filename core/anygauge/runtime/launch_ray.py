@@ -25,6 +25,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util import get_node_ip_address, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from anygauge.counted import counted
 from anygauge.failures import on_failure
 from anygauge.runtime.diagnostics import dump_stacks, enable_stacks, log_size, tail
 from anygauge.runtime.placement import (
@@ -309,7 +310,7 @@ def _describe(address: str) -> str:
         totals.update({name: int(amount) for name, amount in resources.items() if name not in _NO_DEVICES})
     # Ray adds one resource for each node and one for each type of accelerator, whose names have a colon.
     shown = ", ".join(f"{name}: {totals[name]}" for name in sorted(totals) if ":" not in name)
-    return f"Ray cluster at {address} with {len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} ({shown})"
+    return f"Ray cluster at {address} with {counted(len(nodes), 'node')} ({shown})"
 
 
 def _check_reachable(address: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
 from anygauge.config.roles import Components, run_components
+from anygauge.counted import counted
 from anygauge.observability.start_times import StartTimes
 from anygauge.plugins import Plugins
 from anygauge.run_directory.directory import ReservedDirectory, reserve_run_directory
@@ -158,7 +159,7 @@ def starting_line(config: Config, components: Components) -> str:
     """Return which processes of a run start, for its terminal."""
     engines = config.placement.rollout_workers if components.generates else 0
     counts = {"training worker": config.placement.train_workers, "rollout engine": engines}
-    named = (f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
+    named = (counted(count, name) for name, count in counts.items() if count)
     return f"starting {' and '.join(named)}"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from anygauge.counted import counted
 from anygauge.data.problems import BadMediaError
 from anygauge_hooks.media import MediaKind
 
@@ -127,16 +128,5 @@ class _Walk:
         for kind, marks in self._asked.items():
             count = len(self._given.get(kind, ()))
             if marks != count:
-                raise BadMediaError(
-                    f"has {marks} {_plural('placeholder', marks)} <{kind}> and {_counted(count, kind)}",
-                    hint=_HINT,
-                )
-
-
-def _counted(count: int, kind: MediaKind) -> str:
-    word = "recording" if kind == "audio" else kind
-    return f"{count} {_plural(word, count)}"
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
+                media = counted(count, "recording" if kind == "audio" else kind)
+                raise BadMediaError(f"has {counted(marks, 'placeholder')} <{kind}> and {media}", hint=_HINT)

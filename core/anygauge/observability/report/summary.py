@@ -10,6 +10,7 @@ from pathlib import PurePath
 from statistics import fmean, median
 from typing import Any, Literal
 
+from anygauge.counted import counted
 from anygauge.observability.control_characters import visible
 from anygauge.observability.report.catalog import eval_losses, eval_means
 from anygauge.observability.report.metrics_file import Series
@@ -115,7 +116,7 @@ def badge(files: RunFiles) -> tuple[str, str]:
     now_at, firing = standing(files), files.health.firing if files.health else ()
     if not firing:
         return now_at.kind, now_at.text
-    return "warned", f"{now_at.text}, {len(firing)} warning{'s' if len(firing) > 1 else ''}"
+    return "warned", f"{now_at.text}, {counted(len(firing), 'warning')}"
 
 
 def facts(files: RunFiles, now: datetime) -> list[tuple[str, str]]:
@@ -285,11 +286,7 @@ def _health(files: RunFiles) -> Iterator[str]:
         return
     firing = [rule.rule for rule in files.health.firing]
     names = ", ".join(firing)
-    yield (
-        f"Health: {len(firing)} warning{'s' if len(firing) > 1 else ''} ({names})."
-        if firing
-        else ("Health: no warning.")
-    )
+    yield f"Health: {counted(len(firing), 'warning')} ({names})." if firing else "Health: no warning."
 
 
 def tiles(files: RunFiles) -> list[Tile]:

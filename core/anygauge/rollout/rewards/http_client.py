@@ -12,6 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from anygauge.counted import counted
 from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import RewardError
 
@@ -77,7 +78,7 @@ async def remote(
         if attempt == attempts or time.monotonic() + pause >= ends:
             break
         await asyncio.sleep(pause)
-    tried = f"{attempt} attempt{'s' if attempt > 1 else ''} and {deadline_s:g} s"
+    tried = f"{counted(attempt, 'attempt')} and {deadline_s:g} s"
     raise RewardError(f"{url} did not answer in {tried}; the last: {problem}.", hint="Is the server up?")
 
 

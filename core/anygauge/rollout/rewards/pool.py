@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from anygauge.counted import counted
 from anygauge.failures import on_failure
 from anygauge.rollout.rewards.call import Call, Item, Outcome
 from anygauge.rollout.rewards.child import Child
@@ -245,7 +246,7 @@ class Pool:
             self._warn(
                 process.work,
                 overdue,
-                f"{why} ({self._overdue} such call{'s' if self._overdue > 1 else ''} so far)",
+                f"{why} ({counted(self._overdue, 'such call')} so far)",
             )
             self._bury(rank, process, overdue, why)
         elif mark and took > SLOW_S:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config.load import LoadedConfig
+from anygauge.counted import counted
 from anygauge.distributed.layout import layout_of
 from anygauge.plugins import Plugins, select_backend
 from anygauge.runtime.launch import launch_workers
@@ -41,7 +42,7 @@ class LoadedSide:
     def __str__(self) -> str:
         train = self.loaded.config.train
         kernels = f", kernels {self.side.kernels}" if self.side.kernels else ""
-        workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        workers = counted(self.workers, "worker")
         return f"{self.loaded.backend.name}, {train.engine}, {train.dtype}{kernels}, {workers}"
 
 
