@@ -82,7 +82,7 @@ def main() -> int:
     if options.markdown:
         statements = {fault.name: fault.statement for fault in chosen}
         print(*markdown(results, options.backend, statements), sep="\n")
-    return summarise(results, options.backend)
+    return summarize(results, options.backend)
 
 
 def parsed() -> argparse.Namespace:
@@ -207,7 +207,7 @@ def died(ended: Run) -> str:
     return f"the suite ended with status {ended.status}: {' '.join(ended.output.split()[-30:])}"
 
 
-def summarise(results: Sequence[Result], backend: str) -> int:
+def summarize(results: Sequence[Result], backend: str) -> int:
     """Print the numbers, and return how to exit."""
     counts, outcomes = Counts.of(results), [result.outcome for result in results]
     left = f"not reached: {outcomes.count(NOT_REACHED)}, unclear: {outcomes.count(UNCLEAR)}"

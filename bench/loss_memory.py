@@ -182,12 +182,12 @@ def paths(args: argparse.Namespace, device: Any) -> dict[str, Any]:
         fn = table.resolve("vocab_parallel_logprob", dtype=args.dtype)
         return fn(F.linear(hidden, weight), *given, entropy_grad=entropy_grad)
 
-    compiled = [torch.compile(fn, dynamic=False) for fn in (summarise, derived)]
+    compiled = [torch.compile(fn, dynamic=False) for fn in (summarize, derived)]
     return {
         "fused": table.resolve("linear_logprob", dtype=args.dtype),
         "kernel": kernel,
         "plain": plain,
-        "written": functools.partial(written, summarise, derive),
+        "written": functools.partial(written, summarize, derive),
         "compiled": functools.partial(written, *compiled),
     }
 
@@ -205,7 +205,7 @@ def plain(
     return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
 
 
-def summarise(logits: Tensor) -> tuple[Tensor, Tensor]:
+def summarize(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logarithm of each row's sum of exponentials, and its entropy."""
     total = logits.logsumexp(1)
     return total, total - (logits - total[:, None]).exp_().mul_(logits).sum(1)
@@ -231,7 +231,7 @@ def derived(
 
 
 def written(
-    summarise: Any,
+    summarize: Any,
     derive: Any,
     hidden: Tensor,
     weight: Tensor,
@@ -248,7 +248,7 @@ def written(
         @staticmethod
         def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             logits = widened(hidden, weight.t())
-            total, entropy = summarise(logits)
+            total, entropy = summarize(logits)
             ctx.logits, ctx.rows = logits, (total, entropy)
             ctx.save_for_backward(hidden, weight)
             return logits.gather(1, targets[:, None]).squeeze(1) - total, entropy

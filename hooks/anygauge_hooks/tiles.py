@@ -91,9 +91,9 @@ class TileMath(Protocol):
 
     @property
     def in_place(self) -> bool:
-        """Whether a tile needs no spare memory and ``summarise`` leaves the logits as they are."""
+        """Whether a tile needs no spare memory and ``summarize`` leaves the logits as they are."""
 
-    def summarise(self, tile: Tile, sums: Sums) -> None:
+    def summarize(self, tile: Tile, sums: Sums) -> None:
         """Bring the sums up to date; may overwrite the tile, unless ``in_place``."""
 
     def derive(self, tile: Tile, slopes: Slopes) -> Tensor:
@@ -110,7 +110,7 @@ class TileMath(Protocol):
 class KeepsLogits(TileMath, Protocol):
     """Passes that can keep logits from forward to backward, which then makes no product for them again.
 
-    ``summarise`` writes ``kept.peaks``, and ``kept.logits`` unless they are ``[t, 0]``. ``derive`` reads
+    ``summarize`` writes ``kept.peaks``, and ``kept.logits`` unless they are ``[t, 0]``. ``derive`` reads
     ``kept.logits``, or rounds the differences of the tile's logits alike: the gradient has the same bits. So
     have the sums, whatever is kept: compile one kernel for both. Differences below -1e4 may be that.
     """

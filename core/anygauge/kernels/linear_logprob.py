@@ -328,7 +328,7 @@ class _Eager:
     def peaks(self, width: int) -> int:
         return 1
 
-    def summarise(self, tile: Tile, sums: Sums) -> None:
+    def summarize(self, tile: Tile, sums: Sums) -> None:
         column, present = _columns(tile)
         sums.chosen.add_(tile.logits.gather(1, column).masked_fill_(~present, 0))
         peak = tile.logits.amax(1)
@@ -499,9 +499,9 @@ class _LinearLogprob(torch.autograd.Function):
             for number in block:
                 tile = tiles.fill(number)
                 without = _without_targets(tile) if rest else None
-                math.summarise(tile, statistics.sums(tile.tokens))
+                math.summarize(tile, statistics.sums(tile.tokens))
                 if others is not None and without is not None:
-                    math.summarise(without, others.sums(tile.tokens))
+                    math.summarize(without, others.sums(tile.tokens))
         statistics.combine(group)
         logprobs, entropy = statistics.logprobs(statistics.chosen), statistics.entropy()
         if others is not None:

@@ -151,7 +151,7 @@ class Servers:
                 )
 
     def prove(self) -> None:
-        """Note progress: earlier restarts no longer count towards the limit."""
+        """Note progress: earlier restarts no longer count toward the limit."""
         self._proven = [server.incarnation for server in self.serving]
 
     def set_memory_state(self, state: MemoryState) -> None:

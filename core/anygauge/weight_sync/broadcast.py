@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Membership", "Rendezvous", "address_towards", "finish", "join_group"]
+__all__ = ["Membership", "Rendezvous", "address_toward", "finish", "join_group"]
 
 
 class Rendezvous:
@@ -119,7 +119,7 @@ def join_group(
     return Membership(group, timeout_s)
 
 
-def address_towards(address: str) -> str:
+def address_toward(address: str) -> str:
     """Return the address of this host that a server sees.
 
     :param address: Address of the server: ``http://host:port``.

@@ -71,7 +71,7 @@ def make_sums(height: int, count: int) -> Sums:
 @pytest.mark.parametrize("count", [0, 1, 3])
 @pytest.mark.parametrize("scale", [1.0, 1.7])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_tile_is_summarised_alike(
+def test_a_tile_is_summarized_alike(
     shape: tuple[int, int], scale: float, count: int, dtype: torch.dtype
 ) -> None:
     from anygauge_cuda.triton.tile_math import TritonTileMath
@@ -79,11 +79,11 @@ def test_a_tile_is_summarised_alike(
     tile = make_tile(*shape, dtype, scale, count)
     found, expected, also = (make_sums(shape[0], count) for _ in range(3))
     given, keeping = apart(tile), apart(tile, keeps=True)
-    TritonTileMath().summarise(given, found)
+    TritonTileMath().summarize(given, found)
     assert torch.equal(given.logits, tile.logits), "the last tile is used again"
-    TritonTileMath().summarise(keeping, also)
+    TritonTileMath().summarize(keeping, also)
     assert_kept(keeping, make_sums(shape[0], count).peak)
-    _EAGER.summarise(tile, expected)
+    _EAGER.summarize(tile, expected)
     for name in ("peak", "total", "mean", "chosen"):
         torch.testing.assert_close(
             getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-5, msg=name
@@ -118,7 +118,7 @@ def test_derivatives_are_alike(
     chosen = torch.arange(shape[0], device=DEVICE)[:, None].expand(-1, 3) * 7.0
     slopes = Slopes(base + 20, entropy, total, slope if has_slope else None, chosen.contiguous())
     kept = apart(tile, keeps=True)
-    TritonTileMath().summarise(kept, make_sums(shape[0], 3))
+    TritonTileMath().summarize(kept, make_sums(shape[0], 3))
     assert kept.kept is not None
     peaks = kept.kept.peaks.repeat_interleave(BLOCK, dim=1)[:, : shape[1]]
     logits = kept.kept.logits.clone()

@@ -88,7 +88,7 @@ def reference_values(
 def train(
     critic: CriticEngine, samples: Sequence[TrainSample], clip: float | None = None
 ) -> dict[str, float]:
-    """Take a step towards returns of 1."""
+    """Take a step toward returns of 1."""
     total = sum(sample.response_length for sample in samples)
     return dict(
         batches.train_values(

@@ -221,12 +221,12 @@ def test_what_is_frozen_gets_no_gradient() -> None:
 
 
 class InPlace:
-    """Passes that need no other memory than the logits', which ``summarise`` leaves as they are."""
+    """Passes that need no other memory than the logits', which ``summarize`` leaves as they are."""
 
     in_place = True
 
-    def summarise(self, tile: Tile, sums: Sums) -> None:
-        module._EAGER.summarise(self._copy(tile), sums)
+    def summarize(self, tile: Tile, sums: Sums) -> None:
+        module._EAGER.summarize(self._copy(tile), sums)
 
     def derive(self, tile: Tile, slopes: Slopes) -> Tensor:
         factor = module._EAGER.derive(self._copy(tile), slopes)
@@ -249,11 +249,11 @@ class Keeping(InPlace):
     def peaks(self, width: int) -> int:
         return 1
 
-    def summarise(self, tile: Tile, sums: Sums) -> None:
+    def summarize(self, tile: Tile, sums: Sums) -> None:
         assert tile.kept is not None
         kept = tile.kept.logits
         assert not kept.shape[1] or kept.stride() == tile.logits.stride(), "a kernel has one stride for both"
-        super().summarise(tile, sums)
+        super().summarize(tile, sums)
 
 
 TILES = 24
@@ -359,7 +359,7 @@ def test_likely_tokens_are_kept_precisely() -> None:
     elsewhere, memory = torch.tensor([[8]]), torch.empty(1, 8)
     tile = Tile(*parts, 0, elsewhere, logits[None].clone(), memory, hidden.dtype, 1, kept)
     statistics = module._Statistics.start(hidden, 1, 1)
-    module._EAGER.summarise(tile, statistics.sums(parts[0]))
+    module._EAGER.summarize(tile, statistics.sums(parts[0]))
     slopes = Slopes(statistics.base(), statistics.entropy(), torch.ones(1), torch.zeros(1), torch.empty(1, 1))
     tile.logits.fill_(torch.nan)
     probabilities = -module._EAGER.derive(tile, slopes)[0].double()

@@ -256,9 +256,9 @@ def test_passes_over_a_tile_become_a_whole_kernel(plugins: Plugins) -> None:
     seen: list[Tile] = []
 
     class Counting(_Eager):
-        def summarise(self, tile: Tile, sums: Sums) -> None:
+        def summarize(self, tile: Tile, sums: Sums) -> None:
             seen.append(tile)
-            super().summarise(tile, sums)
+            super().summarize(tile, sums)
 
     budgets: list[int] = []
     passes = KernelImpl(op="linear_logprob", fn=Counting, source="toy", tiles=True)

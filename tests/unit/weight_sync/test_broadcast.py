@@ -6,12 +6,12 @@ import socket
 
 import pytest
 
-from anygauge.weight_sync.broadcast import Rendezvous, address_towards
+from anygauge.weight_sync.broadcast import Rendezvous, address_toward
 
 
 def test_a_store_for_servers_on_this_host_listens_on_loopback_alone() -> None:
     """SGLang joins with torch's own client, which has no secret: the address is all that keeps others off."""
-    rendezvous = Rendezvous(address_towards("http://127.0.0.1:1"), timeout_s=5)
+    rendezvous = Rendezvous(address_toward("http://127.0.0.1:1"), timeout_s=5)
     assert rendezvous.host == "127.0.0.1"
     socket.create_connection((rendezvous.host, rendezvous.port), 5).close()
     with pytest.raises(ConnectionRefusedError):

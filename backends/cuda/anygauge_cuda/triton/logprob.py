@@ -55,7 +55,7 @@ class _LogProb(torch.autograd.Function):
         height, width = logits.shape
         column = targets - width * (0 if group is None else dist.get_rank(group))
         numbers = torch.empty(4, height, device=logits.device, dtype=torch.float32)
-        _summarise[(height,)](logits, column, *numbers, width, scale, TILE, num_warps=WARPS)
+        _summarize[(height,)](logits, column, *numbers, width, scale, TILE, num_warps=WARPS)
         logprob, entropy, base, log_total = _combine(numbers, scale, group)
         ctx.save_for_backward(logits, column, base, log_total, entropy)
         ctx.scale, ctx.has_slope = scale, entropy_grad
@@ -108,7 +108,7 @@ def _combine(numbers: Tensor, scale: float, group: Any | None) -> tuple[Tensor, 
 
 
 @triton.jit
-def _summarise(
+def _summarize(
     logits: tl.tensor,
     columns: tl.tensor,
     peaks: tl.tensor,

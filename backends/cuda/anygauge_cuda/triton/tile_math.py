@@ -23,7 +23,7 @@ WARPS = 4
 
 
 @triton.jit(do_not_specialize=["keeps"])
-def _summarise(
+def _summarize(
     logits: tl.tensor,
     kept: tl.tensor,
     references: tl.tensor,
@@ -151,12 +151,12 @@ class TritonTileMath:
         """Return the number of blocks of a row."""
         return -(-width // BLOCK)
 
-    def summarise(self, tile: Tile, sums: Sums) -> None:
+    def summarize(self, tile: Tile, sums: Sums) -> None:
         """Bring the sums up to date, and keep what is to be kept."""
         height, width = tile.logits.shape
         kept = _kept(tile)
         if height:
-            _summarise[(height,)](
+            _summarize[(height,)](
                 tile.logits,
                 kept.logits,
                 kept.peaks,

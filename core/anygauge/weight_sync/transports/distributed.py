@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from anygauge.distributed.addresses import in_url
 from anygauge.failures import in_background
-from anygauge.weight_sync.broadcast import Membership, Rendezvous, address_towards, finish, join_group
+from anygauge.weight_sync.broadcast import Membership, Rendezvous, address_toward, finish, join_group
 from anygauge.weight_sync.buckets import unpack
 from anygauge.weight_sync.watchdog import describe, within
 from anygauge_hooks.errors import AnygaugeError, RolloutError
@@ -69,7 +69,7 @@ class DistributedTransport(WeightTransport):
         self.abandon()
         self._check_devices(peers)
         self._members, self._name = tuple(peers), f"anygauge-{secrets.token_hex(4)}"
-        rendezvous = Rendezvous(address_towards(peers[0].address), timeout_s=self._deadline_s)
+        rendezvous = Rendezvous(address_toward(peers[0].address), timeout_s=self._deadline_s)
         joins = self._invite(rendezvous)
         try:
             self._group = within(
