@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -39,8 +40,8 @@ from anygauge.config import Config
 from anygauge.device import take_peak_memory
 from anygauge.distributed.process_groups import destroy_process_group, init_process_group
 from anygauge.plugins import load_plugins
-from anygauge_hooks.engines import LossInputs, WorkerContext
-from anygauge_tests.batches import TrainSample, make_batch
+from anygauge_hooks.engines import WorkerContext
+from anygauge_tests.batches import TrainSample, likelihood, make_batch
 
 DENSE, EXPERTS = "1.7b", "30b-a3b"
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -176,12 +177,6 @@ def make_samples(count: int, length: int, vocab: int, seed: int) -> list[TrainSa
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, vocab, (count, length), generator=generator).tolist()
     return [sample_of(TrainSample, row) for row in rows]
-
-
-def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the negative mean log-probability."""
-    loss = -(inputs.log_probs * inputs.loss_weights).sum()
-    return loss, {"loss": loss.detach()}
 
 
 class Steps:
@@ -323,7 +318,7 @@ def results(size: int, chosen: Mapping[str, Layout], options: Mapping[str, Any])
     plugins = load_plugins()
     network: dict[str, Any] = {"interface": None, "ip_version": "any", "timeout_s": TIMEOUT_S}
     backend = plugins.get("register_backends", options["backend"])
-    os.environ |= plugins.worker_env(backend, role="actor", deterministic=False, **network)
+    environment = plugins.worker_env(backend, role="actor", deterministic=False, **network)
     context = mp.get_context("spawn")
     out = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
@@ -335,8 +330,9 @@ def results(size: int, chosen: Mapping[str, Layout], options: Mapping[str, Any])
             context.Process(target=run_rank, args=(rank, *arguments), daemon=True)
             for rank in range(1 if options["first_rank"] else size)
         ]
-        for each in ranks:
-            each.start()
+        with patch.dict(os.environ, environment):
+            for each in ranks:
+                each.start()
         found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
         try:
             worlds = {name: min(layout.world, len(ranks)) for name, layout in chosen.items()}

@@ -113,6 +113,20 @@ def context(plugins: Plugins) -> Iterator[WorkerContext]:
             vars(model).clear()
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Take back what a test changes in the environment: libraries, benches and ours set variables as well.
+
+    Only what differs: threads of the session read it at any time.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        os.environ.pop(name, None)
+    changed = {name: value for name, value in before.items() if os.environ.get(name) != value}
+    os.environ.update(changed)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def index_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep the indexes of data files away from the home directory."""

@@ -320,10 +320,12 @@ def test_a_plan_check_of_two_devices_has_the_rows_before_a_rank_that_fails(
     cases = {name: args.known[name] for name in ("tiny-tensor", "tiny-context")}
     wrong = replace(cases["tiny-tensor"].layout, parallel={"expert": 2})
     cases["tiny-context"] = replace(cases["tiny-context"], layout=wrong)
+    environment = dict(os.environ)
     (row,) = module["divided_rows"](cases, args)
     assert (row.name, row.gib) == ("tiny-tensor", 0)  # a host tells no peak
     assert row.ms > 0
     assert "Megatron refuses" in capfd.readouterr().err
+    assert dict(os.environ) == environment, "only that of the ranks hides devices"
 
 
 def test_the_first_rank_takes_the_steps_of_each_division_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def forked_ray_workers(processes: ForkServers, directory: Path, ray_constants: A
             yield
         finally:
             ray_constants.SETUP_WORKER_FILENAME = script
-            del os.environ[_SOCKET]
+            os.environ.pop(_SOCKET, None)  # it ends with the test that starts the cluster
 
 
 # -------------------------------------------------------------------------
