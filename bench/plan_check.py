@@ -39,8 +39,9 @@ import train_step
 from anygauge.config import Config
 from anygauge.planning.memory import GIB
 from anygauge.planning.plan import Assumptions, make_plan
-from anygauge.planning.rates import DEVICE_MEMORY, RATES
+from anygauge.planning.rates import RATES
 from anygauge.planning.shape import read_shape
+from anygauge_cuda.plugin import CUDA
 
 MEMORY_BOUND, TIME_BOUND = 0.10, 0.20
 LONG = (4096, 4096)
@@ -182,7 +183,7 @@ def planned(case: Case, gpu: str, backend: str, *, exchanges: bool = True) -> tu
     given = Assumptions(
         backend=backend,
         master_bytes=MASTER_BYTES.get(backend, 4),
-        device_bytes=DEVICE_MEMORY[gpu],
+        device_bytes=CUDA.device_memory[gpu],
         gpu=gpu,
         rates=rates,
         is_plain_batch=case.lengths[0] % PLAIN == 0 and "context" not in case.layout.parallel,

@@ -124,6 +124,9 @@ class BackendSpec:
     master_weight_bytes: int = 4
     """Bytes that the backend's optimizer keeps of a float32 weight beside its bfloat16 copy: 2 where it takes
     remainders (:class:`anygauge_hooks.optimizers.FusedOptimizer`). Plans of memory read it."""
+    device_memory: Mapping[str, float] = field(default_factory=dict)
+    """Kinds of devices that a plan can be for, by the name that ``--gpu`` takes, such as ``"H200"``, with the
+    bytes that a driver reports of one in total. The name is a word of the driver's, in capitals."""
     profile_kinds: Sequence[str] = ()
     """Kinds of profiles beside ``torch``, which every backend has, that ``profile.kind`` takes: ``memory``,
     if torch keeps a history of allocations for the device, and those that the backend's

@@ -14,6 +14,8 @@ from anygauge_hooks.types import BackendSpec, ConfigChange, ConfigProblem, Devic
 
 __all__ = ["CUDA"]
 
+GIB = 1 << 30
+
 CUDA = BackendSpec(
     name="cuda",
     device_type="cuda",
@@ -26,6 +28,15 @@ CUDA = BackendSpec(
     visible_devices=env.visible_devices,
     hidden_env=env.HIDDEN,
     master_weight_bytes=2,
+    # Only the H200's is measured here.
+    device_memory={
+        "H200": 139.8 * GIB,
+        "H100": 79.6 * GIB,
+        "A100": 79.3 * GIB,
+        "A100-40": 39.4 * GIB,
+        "L40S": 44.5 * GIB,
+        "4090": 23.6 * GIB,
+    },
     host_checks=host.host_checks,
     providers=(transformer_engine.NAME,),
     profile_kinds=("memory",),

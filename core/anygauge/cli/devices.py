@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceFacts", "add_device_arguments", "backend_of_gpu", "device_facts"]
 
-GPU = "GPU"
-"""Scheduler resource of the backends whose devices are GPUs."""
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
@@ -26,7 +24,7 @@ class DeviceFacts:
     memory: float | None
     """Bytes; ``None`` if nothing tells."""
     gpu: str | None
-    """A name of :data:`anygauge.planning.rates.DEVICE_MEMORY`."""
+    """A name of :attr:`anygauge_hooks.types.BackendSpec.device_memory`."""
     is_here: bool = False
     """Whether the device is one of this host."""
     is_host: bool = False
@@ -49,10 +47,16 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def backend_of_gpu(plugins: Plugins, gpu: str | None) -> str | None:
-    """Return the backend that a named GPU means; ``None`` without one, or if not just one has GPUs."""
+    """Return the backend that has a named GPU; ``None`` without a name, or if several have it.
+
+    :raises UnknownNameError: No backend names it.
+    """
+    if gpu is None:
+        return None
+    name, _ = _known_gpu(plugins, gpu)
     specs = plugins.collect("register_backends")
-    names = [spec.name for spec in specs if spec.scheduler_resource == GPU]
-    return names[0] if gpu is not None and len(names) == 1 else None
+    backends = [spec.name for spec in specs if name in spec.device_memory]
+    return backends[0] if len(backends) == 1 else None
 
 
 def device_facts(
@@ -62,29 +66,50 @@ def device_facts(
 
     :param gpu: Name of a kind of GPU.
     :param gib: Memory of a device in GiB.
-    :raises UnknownNameError: No GPU of that name is known.
+    :raises UnknownNameError: No backend names it.
     """
     from anygauge.planning.memory import GIB
-    from anygauge.planning.rates import DEVICE_MEMORY, gpu_name
-    from anygauge_hooks.errors import UnknownNameError
 
     memory = None if gib is None else gib * GIB
     if gpu is not None:
-        name = gpu_name(gpu)
-        if name is None:
-            known = ", ".join(DEVICE_MEMORY)
-            raise UnknownNameError(
-                f"--gpu {gpu}: not a known GPU; known: {known}.", hint="Give --device-memory GIB instead."
-            )
-        return DeviceFacts(memory or DEVICE_MEMORY[name], name)
+        name, usual = _known_gpu(plugins, gpu)
+        return DeviceFacts(memory or usual, name)
     if memory is not None:
         return DeviceFacts(memory, None)
     return _present_device(plugins, backend)
 
 
+def _known_gpu(plugins: Plugins, gpu: str) -> tuple[str, float]:
+    """Return the name that backends have for a GPU, and its memory in bytes."""
+    from anygauge_hooks.errors import UnknownNameError
+
+    sizes = {
+        name: size
+        for spec in plugins.collect("register_backends")
+        for name, size in spec.device_memory.items()
+    }
+    name = gpu_name(gpu, sizes)
+    if name is None:
+        raise UnknownNameError(
+            f"--gpu {gpu}: not a known GPU; known: {', '.join(sizes) or 'none'}.",
+            hint="Give --device-memory GIB instead, or install the backend that has it.",
+        )
+    return name, sizes[name]
+
+
+def gpu_name(text: str, names: Collection[str]) -> str | None:
+    """Return which of some names is that of a device, as a user or its driver has it.
+
+    >>> names = ("A100", "A100-40", "H200")
+    >>> [gpu_name(text, names) for text in ("NVIDIA H200", "h200", "A100-40", "A100-SXM4-40GB", "V100")]
+    ['H200', 'H200', 'A100-40', 'A100', None]
+    """
+    words = (text.upper(), *text.upper().replace("-", " ").split())
+    return next((word for word in words if word in names), None)
+
+
 def _present_device(plugins: Plugins, backend: BackendSpec) -> DeviceFacts:
     """Return the first device of a backend on this host, if it can run here."""
-    from anygauge.planning.rates import gpu_name
     from anygauge_hooks.resources import read_memory
 
     if backend.visible_devices_env is None:
@@ -93,7 +118,7 @@ def _present_device(plugins: Plugins, backend: BackendSpec) -> DeviceFacts:
         return DeviceFacts(None, None)
     device = plugins.make_device(backend, 0)
     total = device.memory().get("total")
-    name = gpu_name(_name(device.torch_device))
+    name = gpu_name(_name(device.torch_device), backend.device_memory)
     return DeviceFacts(None if total is None else float(total), name, is_here=True)
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from anygauge.planning.memory import GIB
-
-__all__ = ["DEVICE_MEMORY", "RATES", "Rates", "gpu_name"]
+__all__ = ["RATES", "Rates"]
 
 TERA = 1e12
 
@@ -81,22 +79,3 @@ H200 = Rates(
 )
 RATES: Mapping[str, Rates] = {"H200": H200}
 """Rates by the name that ``--gpu`` takes."""
-DEVICE_MEMORY: Mapping[str, float] = {
-    "H200": 139.8 * GIB,
-    "H100": 79.6 * GIB,
-    "A100": 79.3 * GIB,
-    "A100-40": 39.4 * GIB,
-    "L40S": 44.5 * GIB,
-    "4090": 23.6 * GIB,
-}
-"""Bytes that a driver reports of a GPU in total. Only the H200's is measured here."""
-
-
-def gpu_name(text: str) -> str | None:
-    """Return the name in these tables of a device that a driver describes.
-
-    >>> gpu_name("NVIDIA H200"), gpu_name("h100"), gpu_name("Ascend910B")
-    ('H200', 'H100', None)
-    """
-    words = text.upper().replace("-", " ").split()
-    return next((name for name in DEVICE_MEMORY if name in words or name == text.upper()), None)

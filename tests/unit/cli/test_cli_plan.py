@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from anygauge.cli import main
-from anygauge.cli.devices import device_facts
+from anygauge.cli.devices import backend_of_gpu, device_facts
 from anygauge_cpu.plugin import CPU
+from anygauge_cuda.plugin import CUDA
 from anygauge_hooks.types import Availability
 
 QWEN3_4B = {
@@ -128,11 +129,15 @@ def test_the_device_of_this_host_is_asked(is_here: bool) -> None:
     """Its driver's name leads to its rates, unless the user says another one."""
     backend = replace(CPU, visible_devices_env="SHOWN", probe=lambda: Availability(ok=is_here))
     device = SimpleNamespace(torch_device=torch.device("cpu"), memory=lambda: {"total": 2**36})
-    plugins: Any = SimpleNamespace(make_device=lambda *_: device)
+    plugins: Any = SimpleNamespace(make_device=lambda *_: device, collect=lambda _: [CUDA])
     facts = device_facts(plugins, backend)
     assert (facts.memory, facts.gpu, facts.is_here) == (2**36 if is_here else None, None, is_here)
     assert device_facts(plugins, backend, "H100").gpu == "H100"
     assert device_facts(plugins, backend, "H100", 70).memory == 70 * 2**30
+    assert device_facts(plugins, backend, "a100-40").memory == CUDA.device_memory["A100-40"]
+    assert backend_of_gpu(plugins, "A100-40") == "cuda"
+    plugins.collect = lambda _: [CUDA, replace(CUDA, name="other")]
+    assert backend_of_gpu(plugins, "A100-40") is None, "two backends have it"
 
 
 def test_what_is_asked_for_wrongly(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,14 +11,15 @@ import pytest
 
 from anygauge.planning.memory import GIB
 from anygauge.planning.plan import Assumptions, Plan, make_plan
-from anygauge.planning.rates import DEVICE_MEMORY, RATES
+from anygauge.planning.rates import RATES
 from anygauge.planning.shape import read_shape
+from anygauge_cuda.plugin import CUDA
 from anygauge_tests.engine_config import engine_config
 
 BENCH = Path(__file__).parents[3] / "bench"
 SHAPES = runpy.run_path(str(BENCH / "train_step.py"))["SHAPES"]
 H200 = Assumptions(
-    backend="cuda", master_bytes=2, device_bytes=DEVICE_MEMORY["H200"], gpu="H200", rates=RATES["H200"]
+    backend="cuda", master_bytes=2, device_bytes=CUDA.device_memory["H200"], gpu="H200", rates=RATES["H200"]
 )
 LEAN: dict[str, Any] = {"loss_memory_gib": 0}
 """Keeps no logits, as the loss did before 2026-11-28."""

@@ -53,6 +53,7 @@ def test_facts_are_of_the_declared_types(backend: BackendSpec) -> None:
     assert is_text(*backend.hidden_env, *backend.hidden_env.values())
     assert is_text(*backend.engine_installs.values())
     assert backend.master_weight_bytes in (2, 4)
+    assert all(name == name.upper() and size > 0 for name, size in backend.device_memory.items())
     assert backend.visible_devices_env is None or backend.visible_devices_env.isidentifier()
 
 
