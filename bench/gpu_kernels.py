@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch_kernels import permute, rms_norm, rotary, swiglu
 
 from anygauge.kernels.table import KernelTable, reference_kernel, resolve_kernels
 from anygauge.plugins import find_backend, load_plugins
@@ -164,7 +165,7 @@ def cases() -> Iterator[Case]:
             name,
             lambda n=rows_, d=width: (*random((n, d), (d,)), EPS),
             5 * rows_ * width * 2,
-            {"torch": _torch_rms_norm, **liger_only({"Liger": _liger_rms_norm})},
+            {"torch": rms_norm, **liger_only({"Liger": _liger_rms_norm})},
         )
     yield Case(
         "add_rms_norm",
@@ -188,7 +189,7 @@ def cases() -> Iterator[Case]:
         lambda: random((TOKENS, 2 * 9728)),
         8 * TOKENS * 9728 * 2,
         {
-            "torch": _torch_swiglu,
+            "torch": swiglu,
             **liger_only({"Liger": _liger_swiglu, "Liger fused gate-up": _liger_fused_swiglu}),
         },
     )
@@ -261,7 +262,7 @@ def rotary_case() -> Case:
         "32 and 8 heads of 128",
         inputs,
         4 * TOKENS * 40 * 128 * 2,
-        {"torch": _torch_rotary, **liger_only({"Liger, in place": _liger_rotary})},
+        {"torch": rotary, **liger_only({"Liger, in place": _liger_rotary})},
         facts={"head_dim": 128, "unit_angles": True},
     )
 
@@ -329,7 +330,7 @@ def expert_cases(hidden: int, experts: int, topk: int, ffn: int) -> Iterator[Cas
             *(is_chosen, topk),
         ),
         2 * (TOKENS + copies) * hidden * 2,
-        {"torch": _torch_permute},
+        {"torch": permute},
         facts=facts,
         waits=("reference", "torch"),
     )
@@ -365,10 +366,6 @@ def _torch_attention(
         return F.scaled_dot_product_attention(*batch, is_causal=causal, scale=scale, enable_gqa=True)
 
 
-def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
 def _liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
@@ -393,24 +390,12 @@ def _liger_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Te
     return LigerLayerNormFunction.apply(x, weight, bias, eps)
 
 
-def _torch_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    cos, sin = cos.to(q.dtype).unsqueeze(1), sin.to(q.dtype).unsqueeze(1)
-    halves = [x.chunk(2, dim=-1) for x in (q, k)]
-    swapped = [torch.cat((-second, first), dim=-1) for first, second in halves]
-    return tuple(x * cos + y * sin for x, y in zip((q, k), swapped, strict=True))
-
-
 def _liger_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate where they are, and their gradients too."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
     views = (x.transpose(0, 1).unsqueeze(0) for x in (q, k))
     return LigerRopeFunction.apply(*views, cos, sin)
-
-
-def _torch_swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def _liger_swiglu(gate_up: Tensor) -> Tensor:
@@ -423,12 +408,6 @@ def _liger_fused_swiglu(gate_up: Tensor) -> Tensor:
     from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
 
     return LigerFusedGateUpSiLUMulFunction.apply(gate_up)
-
-
-def _torch_permute(tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Return the copies by torch's selection, whose gradient is a sum in the dtype of the tokens."""
-    by_expert = routing_map.t()
-    return tokens.index_select(0, by_expert.nonzero()[:, 1]), probs.t().masked_select(by_expert)
 
 
 def _torch_unpermute(permuted: Tensor, rows: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch_kernels import permute, rms_norm, rotary, swiglu
 
 from anygauge.kernels.table import reference_kernel
 from anygauge_cpu.kernels import cpu_kernels
@@ -73,16 +74,14 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         angles = torch.rand(tokens, head_dim // 2).repeat(1, 2)
         targets = torch.randint(vocab, (tokens,))
         qkv = [(tokens, heads, head_dim), (tokens, key_heads, head_dim), (tokens, key_heads, head_dim)]
-        yield Case(
-            "rms_norm", size, lambda t=tokens, h=hidden, r=random_: (*r((t, h), (h,)), 1e-6), _torch_rms_norm
-        )
+        yield Case("rms_norm", size, lambda t=tokens, h=hidden, r=random_: (*r((t, h), (h,)), 1e-6), rms_norm)
         yield Case(
             "rotary_embedding",
             size,
             lambda s=qkv, a=angles, r=random_: (*r(*s[:2]), a.cos(), a.sin()),
-            _eager_rotary,
+            rotary,
         )
-        yield Case("swiglu", size, lambda t=tokens, f=ffn, r=random_: r((t, 2 * f)), _torch_swiglu)
+        yield Case("swiglu", size, lambda t=tokens, f=ffn, r=random_: r((t, 2 * f)), swiglu)
         yield Case(
             "varlen_attention",
             size,
@@ -123,7 +122,7 @@ def expert_cases(size: str, tokens: int, hidden: int, random_: Callable[..., Any
         "token_permute",
         size,
         lambda: (*random_((tokens, hidden)), torch.rand(tokens, experts).requires_grad_(), is_chosen, topk),
-        _torch_permute,
+        permute,
     )
     yield Case("token_unpermute", size, lambda: (*random_((tokens * topk, hidden)), rows), _torch_unpermute)
 
@@ -135,10 +134,6 @@ def _random(dtype: torch.dtype) -> Callable[..., tuple[Tensor, ...]]:
     return make
 
 
-def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
 def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
@@ -147,29 +142,11 @@ def _torch_router(logits: Tensor, topk: int, *, score_function: str) -> Tensor:
     return logits.topk(topk, dim=1).values.softmax(1)
 
 
-def _torch_permute(tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Return the copies by torch's selection, whose gradient is a sum in the dtype of the tokens."""
-    by_expert = routing_map.t()
-    return tokens.index_select(0, by_expert.nonzero()[:, 1]), probs.t().masked_select(by_expert)
-
-
 def _torch_unpermute(permuted: Tensor, rows: Tensor) -> Tensor:
     """Return the sums in the dtype of the rows."""
     of_row = torch.empty(rows.numel(), dtype=torch.int64)
     of_row[rows.flatten()] = torch.arange(len(rows)).repeat_interleave(rows.shape[1])
     return permuted.new_zeros(len(rows), permuted.shape[1]).index_add(0, of_row, permuted)
-
-
-def _eager_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    cos, sin = cos.to(q.dtype).unsqueeze(1), sin.to(q.dtype).unsqueeze(1)
-    halves = [x.chunk(2, dim=-1) for x in (q, k)]
-    swapped = [torch.cat((-second, first), dim=-1) for first, second in halves]
-    return tuple(x * cos + y * sin for x, y in zip((q, k), swapped, strict=True))
-
-
-def _torch_swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def _sdpa_per_sequence(
