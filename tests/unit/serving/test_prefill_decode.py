@@ -97,7 +97,7 @@ def test_each_request_meets_in_a_room_of_its_own_and_each_kind_is_shared_out(
     met = rooms(servers)
     assert len({room for each in met[:2] for room in each}) == 40
     assert sorted(met[0] + met[1]) == sorted(met[2] + met[3])
-    assert min(map(len, met)) > 8
+    assert min(map(len, met)) >= 8, "the first 16 requests fill both of a kind"
 
 
 def test_regular_engines_may_serve_beside_divided_ones(servers: list[FakeServer]) -> None:
