@@ -45,6 +45,7 @@ from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 from anygauge_hooks.types import Availability, BackendSpec, ConfigChange, NamedFunction
 from anygauge_npu import guards, mindspeed
 from anygauge_tests.embedded import sample_all
+from anygauge_tests.published_sizes import QWEN3_4B
 
 CLASSES: list[type[AnygaugeError]] = [getattr(errors, name) for name in errors.__all__]
 BY_CODE = {cls.code: cls for cls in CLASSES}
@@ -169,16 +170,6 @@ def conflicting_plugins() -> None:
 
 
 def too_large_a_run() -> None:
-    sizes = {
-        "hidden_size": 2560,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 9728,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": True,
-    }
     config = Config.model_validate(
         {
             "run": {"name": "first"},
@@ -189,7 +180,7 @@ def too_large_a_run() -> None:
         }
     )
     given = Assumptions(backend="cuda", master_bytes=2, device_bytes=60 * 2**30)
-    check_fit(config, make_plan(config, read_shape(sizes), given))
+    check_fit(config, make_plan(config, read_shape(QWEN3_4B), given))
 
 
 def wrong_row() -> None:

@@ -16,6 +16,7 @@ from anygauge.cli import main
 from anygauge.cli.recipe import DataFacts, Machine, facts_of_config, facts_of_name, recipe, state_gib
 from anygauge.config import Config, load_config
 from anygauge.plugins import load_plugins
+from anygauge_tests.published_sizes import QWEN3_30B_A3B
 
 BACKENDS = ("cpu", "cuda", "npu")
 NAME = "Qwen/Qwen3-0.6B"
@@ -369,28 +370,6 @@ def test_every_engine_of_a_model_is_named(capsys: pytest.CaptureFixture[str]) ->
     assert main(["init", "--model", "qwen3", "--backend", "cpu"]) == 0
     engines = "'fsdp' (family qwen3) and 'megatron' (family qwen3)"
     assert f"Qwen3ForCausalLM is supported by train.engine = {engines}" in capsys.readouterr().out
-
-
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151_936,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 40_960,
-}
-"""Published sizes of https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json."""
 
 
 def load_alone(backend: str) -> Config:

@@ -17,20 +17,8 @@ from anygauge.cli.devices import backend_of_gpu, device_facts
 from anygauge_cpu.plugin import CPU
 from anygauge_cuda.plugin import CUDA
 from anygauge_hooks.types import Availability
+from anygauge_tests.published_sizes import QWEN3_4B
 
-QWEN3_4B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40_960,
-}
 CONFIG = """
 model = "model"
 [run]

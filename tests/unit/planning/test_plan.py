@@ -27,36 +27,12 @@ from anygauge.planning.text import table_lines
 from anygauge.planning.traffic import token_bytes, update_bytes
 from anygauge.plugins import load_plugins
 from anygauge_hooks.errors import ConfigError, DoesNotFitError
+from anygauge_tests.published_sizes import QWEN3_4B, QWEN3_30B_A3B
 
 TINY = Path(anygauge_models.__file__).parent / "tiny"
 PLUGINS = load_plugins()
 LEFT_OUT = ("tie_word_embeddings", "num_key_value_heads", "first_k_dense_replace", "mlp_layer_types")
 """Keys for which transformers has defaults, other ones for each family."""
-QWEN3_30B_A3B = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": False,
-}
-"""Published sizes of https://huggingface.co/Qwen/Qwen3-30B-A3B, a model of 30.5 B parameters."""
-DENSE = {
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": True,
-}
-"""Published sizes of Qwen3-4B."""
 
 
 def config_of(**sections: Any) -> Config:
@@ -136,8 +112,8 @@ def test_another_family_has_the_defaults_of_transformers() -> None:
     hf = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "num_hidden_layers": 4}
     shape = read_shape(with_defaults(PLUGINS, hf, "fsdp"))
     assert (shape.layers, shape.hidden, shape.is_tied) == (4, 2304, True)
-    unknown = {"architectures": ["NoneForCausalLM"], "model_type": "none", "text_config": DENSE}
-    assert read_shape(with_defaults(PLUGINS, unknown, "megatron")) == read_shape(DENSE)
+    unknown = {"architectures": ["NoneForCausalLM"], "model_type": "none", "text_config": QWEN3_4B}
+    assert read_shape(with_defaults(PLUGINS, unknown, "megatron")) == read_shape(QWEN3_4B)
 
 
 def test_layers_of_experts_may_be_named_one_by_one() -> None:
@@ -150,7 +126,7 @@ def test_published_parameters() -> None:
     shape = read_shape(QWEN3_30B_A3B)
     assert shape.parameters == pytest.approx(30.53e9, rel=1e-3)
     assert shape.active_parameters + 2 * shape.embedding == pytest.approx(3.35e9, rel=0.01)
-    assert read_shape(DENSE).parameters == pytest.approx(4.02e9, rel=1e-3)
+    assert read_shape(QWEN3_4B).parameters == pytest.approx(4.02e9, rel=1e-3)
 
 
 def test_published_parameters_of_gpt_oss() -> None:
@@ -176,7 +152,7 @@ def test_every_family_has_a_plan(file: Path) -> None:
 
 
 def test_a_cache_has_the_keys_and_values_of_layers_with_attention() -> None:
-    assert read_shape(DENSE).cache_numbers == 36 * 2 * 8 * 128
+    assert read_shape(QWEN3_4B).cache_numbers == 36 * 2 * 8 * 128
     hybrid = json.loads((TINY / "qwen3_5.json").read_text())
     attends = hybrid["layer_types"].count("full_attention")
     assert (
@@ -188,15 +164,15 @@ def test_a_cache_has_the_keys_and_values_of_layers_with_attention() -> None:
 
 def test_a_size_that_is_missing_is_named() -> None:
     with pytest.raises(ConfigError, match="hidden_size = None"):
-        read_shape({name: value for name, value in DENSE.items() if name != "hidden_size"})
+        read_shape({name: value for name, value in QWEN3_4B.items() if name != "hidden_size"})
 
 
 def test_what_the_sizes_do_not_explain_is_another_part(tmp_path: Path) -> None:
-    assert model_shape(tmp_path, DENSE).others == 0
+    assert model_shape(tmp_path, QWEN3_4B).others == 0
     shapes = {"tower": [500_000_000], "model": [4, 1_005_000_000]}
     header = json.dumps({name: {"shape": shape} for name, shape in shapes.items()}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    shape = model_shape(tmp_path, DENSE)
+    shape = model_shape(tmp_path, QWEN3_4B)
     assert shape.parameters == 4_520_000_000
     assert shape.others == pytest.approx(0.498e9, rel=0.01)
     with pytest.raises(ConfigError, match=r"config\.json cannot be read: No such file or directory\.\n"):
@@ -212,13 +188,13 @@ def test_what_the_sizes_do_not_explain_is_another_part(tmp_path: Path) -> None:
 
 
 def test_data_parallel_ranks_divide_the_optimizer_alone() -> None:
-    one, eight = (plan_of(DENSE, **parallel(count))[1].train for count in (1, 8))
+    one, eight = (plan_of(QWEN3_4B, **parallel(count))[1].train for count in (1, 8))
     assert (eight.weights, eight.gradients) == (one.weights, one.gradients)
     assert (eight.masters, eight.moments) == (one.masters / 8, one.moments / 8)
 
 
 def test_tensor_parallel_ranks_divide_everything() -> None:
-    one, two = (plan_of(DENSE, **parallel(count, tensor=count))[1].train for count in (1, 2))
+    one, two = (plan_of(QWEN3_4B, **parallel(count, tensor=count))[1].train for count in (1, 2))
     for name in ("weights", "masters", "gradients", "moments"):
         assert getattr(two, name) == pytest.approx(getattr(one, name) / 2, rel=1e-3), name
     assert two.activations == pytest.approx(one.activations / 2, rel=0.01)
@@ -226,8 +202,8 @@ def test_tensor_parallel_ranks_divide_everything() -> None:
 
 def test_without_sequence_parallelism_hidden_states_are_whole() -> None:
     sizes = {"dtype": "bfloat16", "parallel": {"tensor": 2, "sequence": False}}
-    _, whole = plan_of(DENSE, train=sizes, placement={"train_workers": 2})
-    _, split = plan_of(DENSE, **parallel(2, tensor=2))
+    _, whole = plan_of(QWEN3_4B, train=sizes, placement={"train_workers": 2})
+    _, split = plan_of(QWEN3_4B, **parallel(2, tensor=2))
     more = whole.train.activations - split.train.activations
     hidden = 2560 * 16_384 * 2 / 2
     assert more == pytest.approx((4 * 36 + 2) * hidden)
@@ -235,8 +211,8 @@ def test_without_sequence_parallelism_hidden_states_are_whole() -> None:
 
 def test_pipeline_stages_wait_for_as_many_micro_batches() -> None:
     rollout = {"max_new_tokens": 512, "prompts_per_step": 64}
-    one = plan_of(DENSE, rollout=rollout, **parallel(1))[1]
-    four = plan_of(DENSE, rollout=rollout, **parallel(4, pipeline=4))[1]
+    one = plan_of(QWEN3_4B, rollout=rollout, **parallel(1))[1]
+    four = plan_of(QWEN3_4B, rollout=rollout, **parallel(4, pipeline=4))[1]
     assert four.batches.micro_batches == 32
     assert four.train.activations == pytest.approx(one.train.activations, rel=0.03)
     # the fullest stage has a quarter of the layers, and the embedding
@@ -245,7 +221,7 @@ def test_pipeline_stages_wait_for_as_many_micro_batches() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_context_parallel_ranks_divide_tokens_and_keep_the_keys_that_they_see(ranks: int) -> None:
-    one, some = (plan_of(DENSE, **parallel(count, context=count))[1].train for count in (1, ranks))
+    one, some = (plan_of(QWEN3_4B, **parallel(count, context=count))[1].train for count in (1, ranks))
     parts = cut_sequences([4096, 1024], Cut(context=ranks, rank=1))
     seen = sum(parts.key_lengths) / len(parts.own_rows)
     keys = 36 * (seen * 2 * 1024 - 1024) * 16_384 / ranks
@@ -253,7 +229,7 @@ def test_context_parallel_ranks_divide_tokens_and_keep_the_keys_that_they_see(ra
     assert (some.gradients, some.moments) == (one.gradients, one.moments / ranks)
     train = {"dtype": "bfloat16", "recompute": "selective"}
     plans = [
-        plan_of(DENSE, **parallel(n, context=n) | {"train": train | {"parallel": {"context": n}}})
+        plan_of(QWEN3_4B, **parallel(n, context=n) | {"train": train | {"parallel": {"context": n}}})
         for n in (1, ranks)
     ]
     own, again = (plan.train.activations for _, plan in plans)
@@ -271,20 +247,20 @@ def test_expert_parallel_ranks_divide_experts() -> None:
 
 def test_fsdp_shards_weights_too_and_gathers_some() -> None:
     sections = {"placement": {"train_workers": 4}, "train": {"dtype": "bfloat16", "engine": "fsdp"}}
-    one = plan_of(DENSE, train=sections["train"])[1].train
-    four = plan_of(DENSE, **sections)[1].train
+    one = plan_of(QWEN3_4B, train=sections["train"])[1].train
+    four = plan_of(QWEN3_4B, **sections)[1].train
     assert four.masters == one.masters / 4
     assert four.weights == 0
-    assert one.weights == 2 * read_shape(DENSE).parameters - 2 * 2560  # a norm is counted in no rank
+    assert one.weights == 2 * read_shape(QWEN3_4B).parameters - 2 * 2560  # a norm is counted in no rank
 
 
 FSDP = {"dtype": "bfloat16", "engine": "fsdp"}
 
 
 def test_fsdp_gathers_the_ends_of_the_model_and_two_layers_for_the_loss() -> None:
-    one = plan_of(DENSE, gib=None, train=FSDP)[1].train
-    four = plan_of(DENSE, gib=None, train=FSDP, placement={"train_workers": 4})[1].train
-    shape = read_shape(DENSE)
+    one = plan_of(QWEN3_4B, gib=None, train=FSDP)[1].train
+    four = plan_of(QWEN3_4B, gib=None, train=FSDP, placement={"train_workers": 4})[1].train
+    shape = read_shape(QWEN3_4B)
     layer = shape.layer_parameters / 36
     assert four.work - one.work == pytest.approx(2 * (shape.embedding + 2 * layer))
 
@@ -292,50 +268,50 @@ def test_fsdp_gathers_the_ends_of_the_model_and_two_layers_for_the_loss() -> Non
 def test_fsdp_has_gradients_twice_at_the_end_of_a_backward_pass() -> None:
     short = {"max_new_tokens": 8, "prompts_per_step": 1, "samples_per_prompt": 1}
     data = {"train": [], "max_prompt_tokens": 8}
-    _, plan = plan_of(DENSE, train=FSDP, rollout=short, data=data)
+    _, plan = plan_of(QWEN3_4B, train=FSDP, rollout=short, data=data)
     own = plan.train.peak - plan.train.others
-    assert own == pytest.approx((2 + 4 + 8 + 6) * read_shape(DENSE).parameters, rel=0.01)
+    assert own == pytest.approx((2 + 4 + 8 + 6) * read_shape(QWEN3_4B).parameters, rel=0.01)
 
 
 def test_fsdp_keeps_gradients_from_one_micro_batch_to_the_next() -> None:
     once = FSDP | {"micro_batch_tokens": 262_144}
-    assert plan_of(DENSE, train=once)[1].train.gradients == 0
-    kept = plan_of(DENSE, train=FSDP)[1].train.gradients
-    assert kept == pytest.approx(4 * read_shape(DENSE).parameters, rel=1e-6)
+    assert plan_of(QWEN3_4B, train=once)[1].train.gradients == 0
+    kept = plan_of(QWEN3_4B, train=FSDP)[1].train.gradients
+    assert kept == pytest.approx(4 * read_shape(QWEN3_4B).parameters, rel=1e-6)
 
 
 def test_a_critic_has_the_state_and_checkpoint_of_another_model() -> None:
     """It is trained in full beside adapters, in a dtype of its own, and has no output layer."""
-    small = read_shape(DENSE | {"num_hidden_layers": 9, "tie_word_embeddings": False})
+    small = read_shape(QWEN3_4B | {"num_hidden_layers": 9, "tie_word_embeddings": False})
     own = small.parameters - small.embedding
     sft: dict[str, Any] = {"run": {"name": "t", "task": "sft"}, "reward": {}}
     sft |= {"train": {"dtype": "bfloat16", "lora": {"rank": 16}}, "placement": {"train_workers": 2}}
-    alone = plan_of(DENSE, **sft)[1]
-    beside = plan_of(DENSE, facts={"critic": small}, **sft)[1]
+    alone = plan_of(QWEN3_4B, **sft)[1]
+    beside = plan_of(QWEN3_4B, facts={"critic": small}, **sft)[1]
     assert (alone.train.others, beside.train.weights) == (0, alone.train.weights)
     assert beside.train.others == pytest.approx((2 + 1 + 4 + 4) * own, rel=1e-4)
     assert beside.checkpoint - alone.checkpoint == 14 * own
     assert beside.export - alone.export == 2 * own
     exact = sft | {"critic": {"dtype": "float32", "parallel": {"expert": 1}}}
-    whole = plan_of(DENSE, facts={"critic": small}, **exact)[1]
+    whole = plan_of(QWEN3_4B, facts={"critic": small}, **exact)[1]
     assert whole.train.others == pytest.approx((4 + 4 + 4) * own, rel=1e-4)
     assert whole.checkpoint - alone.checkpoint == 12 * own
 
 
 def test_adapters_have_an_optimizer_and_the_rest_has_none() -> None:
     lora = {"dtype": "bfloat16", "lora": {"rank": 16}}
-    _, plan = plan_of(DENSE, train=lora)
+    _, plan = plan_of(QWEN3_4B, train=lora)
     adapters = 16 * 36 * (2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728))
     assert plan.layout.rank.adapters == adapters
     assert plan.train.moments == 8 * adapters
     assert plan.checkpoint == 14 * adapters
     whole = plan.train.weights
     base = {"engine": "fsdp", "dtype": "bfloat16", "lora": {"rank": 16, "base": "nf4"}}
-    _, plan = plan_of(DENSE, train=base)
-    layers = read_shape(DENSE).layer_parameters
+    _, plan = plan_of(QWEN3_4B, train=base)
+    layers = read_shape(QWEN3_4B).layer_parameters
     assert plan.train.weights == pytest.approx(whole - (2 - 0.516) * layers, rel=1e-3)
     few = {"dtype": "bfloat16", "lora": {"rank": 16, "targets": ["q_proj", "v_proj"]}}
-    _, plan = plan_of(DENSE, train=few)
+    _, plan = plan_of(QWEN3_4B, train=few)
     assert plan.layout.rank.adapters == 16 * 36 * (2560 + 4096 + 2560 + 1024)
 
 
@@ -347,7 +323,7 @@ def test_adapters_have_an_optimizer_and_the_rest_has_none() -> None:
 def test_batches() -> None:
     rollout = {"prompts_per_step": 6, "samples_per_prompt": 8, "max_new_tokens": 512}
     train = {"dtype": "bfloat16", "optimizer_steps": 2, "micro_batch_tokens": 4096}
-    _, plan = plan_of(DENSE, rollout=rollout, train=train, placement={"train_workers": 4})
+    _, plan = plan_of(QWEN3_4B, rollout=rollout, train=train, placement={"train_workers": 4})
     own = plan.batches
     assert (own.samples, own.rank_samples, own.mini_batch_samples) == (48, 12, 6)
     assert (own.sample_tokens, own.tokens, own.micro_batches) == (1024, 49_152, 2)
@@ -355,7 +331,7 @@ def test_batches() -> None:
 
 
 def test_a_long_sample_has_a_micro_batch_of_its_own() -> None:
-    _, plan = plan_of(DENSE, train={"dtype": "bfloat16", "micro_batch_tokens": 100})
+    _, plan = plan_of(QWEN3_4B, train={"dtype": "bfloat16", "micro_batch_tokens": 100})
     assert plan.batches.micro_batch_tokens == 1024
     assert plan.batches.micro_batches == plan.batches.mini_batch_samples
 
@@ -363,31 +339,31 @@ def test_a_long_sample_has_a_micro_batch_of_its_own() -> None:
 def test_the_loss_keeps_what_its_budget_holds() -> None:
     def logits(gib: float | None, budget: float | None) -> float:
         train = {"dtype": "bfloat16", "loss_memory_gib": budget}
-        return plan_of(DENSE, gib=gib, train=train)[1].train.logits
+        return plan_of(QWEN3_4B, gib=gib, train=train)[1].train.logits
 
     all_of_them = 8192 * 151_936 * 2
     assert logits(None, None) == logits(1000, None) == all_of_them
     assert logits(80, 0.5) == 0.5 * GIB
-    _, plan = plan_of(DENSE)
+    _, plan = plan_of(QWEN3_4B)
     free = 80 * GIB - 0.75 * GIB - plan.train.state - plan.train.activations
     assert plan.train.logits == max(0, free / 10) < all_of_them
 
 
 def test_an_embedded_engine_is_in_the_memory_of_its_trainer() -> None:
-    _, plan = plan_of(DENSE)
-    assert plan.train.others == plan.server.weights == 2 * read_shape(DENSE).parameters  # type: ignore[union-attr]
+    _, plan = plan_of(QWEN3_4B)
+    assert plan.train.others == plan.server.weights == 2 * read_shape(QWEN3_4B).parameters  # type: ignore[union-attr]
     assert plan.layout.devices == 1
     assert sum(plan.phases["train"]) == plan.fullest == plan.train.peak
     assert plan.phases["train"][1] == plan.server.weights  # type: ignore[union-attr]
     own = plan.train.weights + plan.train.masters + plan.train.gradients + plan.train.moments
     assert plan.phases["generate"] == (own, plan.server.total)  # type: ignore[union-attr]
-    _, sft = plan_of(DENSE, run={"name": "t", "task": "sft"}, reward={})
+    _, sft = plan_of(QWEN3_4B, run={"name": "t", "task": "sft"}, reward={})
     assert (sft.train.others, sft.server) == (0, None)
     assert "generate" not in sft.seconds
 
 
 def test_logits_of_a_micro_batch_are_whole_without_the_fused_loss() -> None:
-    _, plan = plan_of(DENSE, train={"dtype": "bfloat16", "fused_loss": False})
+    _, plan = plan_of(QWEN3_4B, train={"dtype": "bfloat16", "fused_loss": False})
     assert (plan.train.logits, plan.train.work) == (0, 4 * 8192 * 151_936)
 
 
@@ -395,7 +371,7 @@ SERVED = {"engine": "sglang", "max_batch_tokens": 100_000, "max_new_tokens": 512
 
 
 def test_a_cache_is_divided_among_as_many_devices_as_there_are_key_heads() -> None:
-    def cache(devices: int, hf: dict[str, Any] = DENSE, **sglang: Any) -> float:
+    def cache(devices: int, hf: dict[str, Any] = QWEN3_4B, **sglang: Any) -> float:
         rollout = SERVED | {"sglang": {"tp_size": devices, **sglang}}
         _, plan = plan_of(hf, gib=None, rollout=rollout, placement={"rollout_workers": 1})
         assert plan.server is not None
@@ -416,7 +392,7 @@ def test_devices_are_shared_in_turns_where_asked_or_where_both_do_not_fit() -> N
     def plan(gib: float, offload: str, bucket: int = 2**30) -> Plan:
         placement = {"rollout_workers": 1, "colocated": True, "offload": offload}
         sync = {"bucket_bytes": bucket}
-        return plan_of(DENSE, gib=gib, rollout=SERVED, placement=placement, weight_sync=sync)[1]
+        return plan_of(QWEN3_4B, gib=gib, rollout=SERVED, placement=placement, weight_sync=sync)[1]
 
     both, asked, small = plan(300, "auto"), plan(300, "always"), plan(100, "auto")
     assert (both.sleeps, asked.sleeps, small.sleeps) == (False, True, True)
@@ -430,17 +406,17 @@ def test_devices_are_shared_in_turns_where_asked_or_where_both_do_not_fit() -> N
 
 
 def test_a_reference_is_kept_on_the_host() -> None:
-    _, plan = plan_of(DENSE, algorithm={"kl_coef": 0.1}, **parallel(2))
+    _, plan = plan_of(QWEN3_4B, algorithm={"kl_coef": 0.1}, **parallel(2))
     assert plan.host_asleep == 2 * plan.train.weights
 
 
 def test_servers_apart_have_devices_of_their_own() -> None:
     rollout = {"engine": "sglang", "sglang": {"tp_size": 2}}
     placement = {"train_workers": 4, "rollout_workers": 2}
-    _, plan = plan_of(DENSE, rollout=rollout, placement=placement)
+    _, plan = plan_of(QWEN3_4B, rollout=rollout, placement=placement)
     assert plan.layout.devices == 8
     assert plan.server is not None
-    assert plan.server.weights == read_shape(DENSE).parameters
+    assert plan.server.weights == read_shape(QWEN3_4B).parameters
     # a cache without a limit takes what is left of 0.85 of the device
     assert plan.server.weights + plan.server.cache == pytest.approx(0.85 * 80 * GIB)
     assert all(engine == 0 for _, engine in plan.phases.values())
@@ -449,12 +425,12 @@ def test_servers_apart_have_devices_of_their_own() -> None:
 def test_a_server_may_quantize_its_layers_and_its_cache() -> None:
     def server(**sglang: Any) -> ServerMemory:
         rollout = SERVED | {"sglang": sglang}
-        _, plan = plan_of(DENSE, rollout=rollout, placement={"rollout_workers": 1})
+        _, plan = plan_of(QWEN3_4B, rollout=rollout, placement={"rollout_workers": 1})
         assert plan.server is not None
         return plan.server
 
     plain, small = server(), server(quantization="fp8")
-    assert plain.weights - small.weights == read_shape(DENSE).layer_parameters
+    assert plain.weights - small.weights == read_shape(QWEN3_4B).layer_parameters
     assert small.cache == plain.cache == 2 * server(**{"kv-cache-dtype": "fp8_e4m3"}).cache
 
 
@@ -466,7 +442,7 @@ def test_every_group_of_servers_is_planned() -> None:
     ]
     rollout = {"engine": "sglang", "max_new_tokens": 512, "groups": groups}
     placement = {"train_workers": 1, "rollout_workers": 4}
-    config, plan = plan_of(DENSE, gib=90, rollout=rollout, placement=placement)
+    config, plan = plan_of(QWEN3_4B, gib=90, rollout=rollout, placement=placement)
     assert (plan.layout.devices, plan.layout.other_servers) == (1 + 1 + 2 * 4 + 2, 1)
     prefill, decode = plan.servers
     assert (prefill.weights, plan.server) == (4 * decode.weights, decode)
@@ -474,7 +450,7 @@ def test_every_group_of_servers_is_planned() -> None:
     assert any("memory of 1 servers of encoders or of other" in text for text in plan_warnings(config, plan))
     lines = [line.split("  ")[1] for line in table_lines(config, plan) if line.startswith("  servers")]
     assert lines == ["servers for prefill", "servers for decode"]
-    shape = replace(read_shape(DENSE), vocabulary=24_000_000)
+    shape = replace(read_shape(QWEN3_4B), vocabulary=24_000_000)
     lora = {"dtype": "bfloat16", "parallel": {"tensor": 8}, "lora": {"rank": 16}}
     placement = {"train_workers": 8, "rollout_workers": 4}
     both = {"rollout": rollout, "placement": placement, "train": lora}
@@ -485,7 +461,7 @@ def test_every_group_of_servers_is_planned() -> None:
 def test_generation_beside_training_is_no_part_of_the_step() -> None:
     rollout = {"engine": "sglang", "schedule": "one_step_off"}
     placement = {"train_workers": 1, "rollout_workers": 1}
-    _, plan = plan_of(DENSE, rollout=rollout, placement=placement)
+    _, plan = plan_of(QWEN3_4B, rollout=rollout, placement=placement)
     trained = sum(seconds for part, seconds in plan.seconds.items() if part != "generate")
     assert plan.total_seconds == max(trained, plan.seconds["generate"])
 
@@ -493,7 +469,7 @@ def test_generation_beside_training_is_no_part_of_the_step() -> None:
 def test_log_prob_passes_are_of_the_later_optimizer_steps_and_of_a_reference() -> None:
     def passes(steps: int, **algorithm: Any) -> float:
         train = {"dtype": "bfloat16", "optimizer_steps": steps}
-        _, plan = plan_of(DENSE, train=train, algorithm=algorithm)
+        _, plan = plan_of(QWEN3_4B, train=train, algorithm=algorithm)
         return plan.seconds.get("log_probs", 0) / plan.seconds["train"]
 
     assert passes(1) == 0
@@ -504,7 +480,7 @@ def test_log_prob_passes_are_of_the_later_optimizer_steps_and_of_a_reference() -
 def test_a_pass_over_all_samples_where_something_reads_it_before() -> None:
     train = {"dtype": "bfloat16", "optimizer_steps": 2}
     half, whole = (
-        plan_of(DENSE, train=train, facts={"reads_old_log_probs": reads})[1].seconds["log_probs"]
+        plan_of(QWEN3_4B, train=train, facts={"reads_old_log_probs": reads})[1].seconds["log_probs"]
         for reads in (False, True)
     )
     assert whole == pytest.approx(2 * half)
@@ -513,7 +489,7 @@ def test_a_pass_over_all_samples_where_something_reads_it_before() -> None:
 def test_a_pipeline_is_idle_at_its_ends() -> None:
     def seconds(micro_batch: int) -> float:
         sizes = {"dtype": "bfloat16", "micro_batch_tokens": micro_batch, "parallel": {"pipeline": 2}}
-        return plan_of(DENSE, train=sizes, placement={"train_workers": 2})[1].seconds["train"]
+        return plan_of(QWEN3_4B, train=sizes, placement={"train_workers": 2})[1].seconds["train"]
 
     assert seconds(262_144) / seconds(8192) == pytest.approx(2 / (33 / 32), rel=0.02)
 
@@ -522,7 +498,7 @@ def test_gradients_and_weights_are_exchanged_once_in_each_optimizer_step() -> No
     def plan(workers: int, micro_batch: int) -> Plan:
         train = {"dtype": "bfloat16", "micro_batch_tokens": micro_batch}
         rollout = {"max_new_tokens": 512, "prompts_per_step": 32 * workers}
-        return plan_of(DENSE, train=train, rollout=rollout, placement={"train_workers": workers})[1]
+        return plan_of(QWEN3_4B, train=train, rollout=rollout, placement={"train_workers": workers})[1]
 
     moved = 6 * plan(1, 16_384).layout.rank.total / 2  # float32 gradients, bfloat16 weights
     saved = 32 * plan(1, 16_384).layout.rank.total / 2  # of the optimizer
@@ -540,7 +516,7 @@ def test_ranks_exchange_what_other_ranks_own_of_each_kind_of_weight() -> None:
 
 def test_passes_exchange_hidden_states_as_often_as_they_run() -> None:
     def per_token(
-        hf: dict[str, Any] = DENSE, *, trains: bool = True, recompute: str = "none", **sizes: int
+        hf: dict[str, Any] = QWEN3_4B, *, trains: bool = True, recompute: str = "none", **sizes: int
     ) -> float:
         sections = parallel(math.prod(sizes.values()), **sizes)
         config, plan = plan_of(hf, **sections | {"train": sections["train"] | {"recompute": recompute}})
@@ -568,9 +544,9 @@ def test_fsdp_gathers_weights_in_each_micro_batch_beside_its_work() -> None:
         train = FSDP | {"optimizer_steps": 2, "parallel": {"reshard_after_forward": reshards}}
         placement = {"train_workers": workers}
         facts = {"rates": replace(rates, link=link)}
-        return plan_of(DENSE, facts=facts, train=train, rollout=rollout, placement=placement)[1].seconds
+        return plan_of(QWEN3_4B, facts=facts, train=train, rollout=rollout, placement=placement)[1].seconds
 
-    rates, total = RATES["H200"], plan_of(DENSE, train=FSDP)[1].layout.rank.total
+    rates, total = RATES["H200"], plan_of(QWEN3_4B, train=FSDP)[1].layout.rank.total
     optimizer = 32 * total / 2 / rates.copy
     one, two = (seconds(workers, rates.link)["train"] for workers in (1, 2))
     assert one - two == pytest.approx(2 * optimizer)  # hidden
@@ -584,14 +560,16 @@ def test_fsdp_gathers_weights_in_each_micro_batch_beside_its_work() -> None:
 
 
 def test_the_fsdp_engine_takes_longer() -> None:
-    one, other = (plan_of(DENSE, train=train)[1].seconds["train"] for train in (FSDP, {"dtype": "bfloat16"}))
+    one, other = (
+        plan_of(QWEN3_4B, train=train)[1].seconds["train"] for train in (FSDP, {"dtype": "bfloat16"})
+    )
     assert one / other == pytest.approx(RATES["H200"].fsdp, rel=0.01)
 
 
 def test_samples_come_in_waves_where_the_cache_is_small() -> None:
     def seconds(cache: int) -> float:
         rollout = {"max_new_tokens": 512, "max_batch_tokens": cache}
-        return plan_of(DENSE, rollout=rollout)[1].seconds["generate"]
+        return plan_of(QWEN3_4B, rollout=rollout)[1].seconds["generate"]
 
     assert seconds(2 * 1024) > 20 * seconds(256 * 1024)
 
@@ -610,7 +588,7 @@ def test_a_decode_step_of_one_sample_reads_the_experts_that_it_visits() -> None:
 
 def test_a_run_that_only_generates_has_no_trainer() -> None:
     only: dict[str, Any] = {"debug": {"mode": "rollout_only"}, "gib": 60}
-    config, plan = plan_of(DENSE, facts={"critic": read_shape(DENSE)}, **only)
+    config, plan = plan_of(QWEN3_4B, facts={"critic": read_shape(QWEN3_4B)}, **only)
     assert plan.server is not None
     assert plan.phases == {"generate": (0, plan.server.total)}
     assert (plan.checkpoint, plan.export, plan.host_asleep) == (0, 0, 0)
@@ -620,25 +598,25 @@ def test_a_run_that_only_generates_has_no_trainer() -> None:
     assert "embedded engines" in text
     assert not any(word in text for word in ("training ranks", "Adam's moments", "checkpoint"))
     placement = {"rollout_workers": 1, "colocated": True, "offload": "always"}
-    _, plan = plan_of(DENSE, rollout=SERVED, placement=placement, **only)
+    _, plan = plan_of(QWEN3_4B, rollout=SERVED, placement=placement, **only)
     assert (plan.sleeps, plan.phases) == (False, {"generate": (0, plan.server.total)})  # type: ignore[union-attr]
 
 
 def test_a_run_that_only_trains_has_no_engine() -> None:
     debug = {"mode": "train_only", "replay_batches": "dump"}
-    _, plan = plan_of(DENSE, debug=debug)
+    _, plan = plan_of(QWEN3_4B, debug=debug)
     assert (plan.server, plan.layout.server, plan.train.others) == (None, None, 0)
     assert plan.phases == {"train": (plan.train.peak, 0)}
     assert not {"generate", "sync"} & plan.seconds.keys()
 
 
 def test_what_cannot_fit_is_an_error() -> None:
-    config, plan = plan_of(DENSE, gib=60)
+    config, plan = plan_of(QWEN3_4B, gib=60)
     with pytest.raises(DoesNotFitError, match=r"take 67\.4 GiB on each training device, which has 60\.0 GiB"):
         check_fit(config, plan)
-    config, plan = plan_of(DENSE, gib=80)
+    config, plan = plan_of(QWEN3_4B, gib=80)
     check_fit(config, plan)
-    check_fit(*plan_of(DENSE, gib=None))
+    check_fit(*plan_of(QWEN3_4B, gib=None))
     apart = {"rollout": {"engine": "sglang"}, "placement": {"train_workers": 64, "rollout_workers": 1}}
     sharded = {"dtype": "bfloat16", "parallel": {"expert": 64}}
     with pytest.raises(DoesNotFitError, match="each device of a server"):
@@ -646,19 +624,19 @@ def test_what_cannot_fit_is_an_error() -> None:
 
 
 def test_what_probably_fails_is_a_warning() -> None:
-    config, plan = plan_of(DENSE, gib=80)
+    config, plan = plan_of(QWEN3_4B, gib=80)
     (warning,) = plan_warnings(config, plan)
     assert warning.startswith("train needs ")
     assert "Lower train.micro_batch_tokens, 1024 at least" in warning
-    assert not list(plan_warnings(*plan_of(DENSE, gib=160)))
-    assert not list(plan_warnings(*plan_of(DENSE, gib=None)))
+    assert not list(plan_warnings(*plan_of(QWEN3_4B, gib=160)))
+    assert not list(plan_warnings(*plan_of(QWEN3_4B, gib=None)))
 
 
 def test_trainers_and_servers_that_never_sleep_and_do_not_fit_are_a_warning() -> None:
     def warnings(offload: str = "never", gib: float = 160, **rollout: Any) -> list[str]:
         placement = {"rollout_workers": 1, "colocated": True, "offload": offload}
         served = {"engine": "sglang", "max_new_tokens": 512, **rollout}
-        return [*plan_warnings(*plan_of(DENSE, gib=gib, rollout=served, placement=placement))]
+        return [*plan_warnings(*plan_of(QWEN3_4B, gib=gib, rollout=served, placement=placement))]
 
     (unbounded,) = warnings()
     assert "never sleep (placement.offload), and lack " in unbounded
@@ -676,7 +654,7 @@ def test_trainers_and_servers_that_never_sleep_and_do_not_fit_are_a_warning() ->
 def test_trainers_and_servers_that_never_sleep_and_cannot_fit_are_an_error() -> None:
     def plan(offload: str) -> tuple[Config, Plan]:
         placement = {"rollout_workers": 1, "colocated": True, "offload": offload}
-        return plan_of(DENSE, gib=64, rollout=SERVED, placement=placement)
+        return plan_of(QWEN3_4B, gib=64, rollout=SERVED, placement=placement)
 
     told = r"59\.9 GiB and the weights of a server 7\.5 GiB .* has 64\.0 GiB\. .*\"never\" both stay awake"
     with pytest.raises(DoesNotFitError, match=told):
@@ -686,7 +664,7 @@ def test_trainers_and_servers_that_never_sleep_and_cannot_fit_are_an_error() -> 
 
 def test_idle_pipeline_stages_are_a_warning() -> None:
     train = {"dtype": "bfloat16", "micro_batch_tokens": 262_144, "parallel": {"pipeline": 4}}
-    config, plan = plan_of(DENSE, gib=None, train=train, placement={"train_workers": 4})
+    config, plan = plan_of(QWEN3_4B, gib=None, train=train, placement={"train_workers": 4})
     (warning,) = plan_warnings(config, plan)
     assert warning.startswith("1 micro-batches for 4 pipeline stages leave each stage idle for 75%")
 
@@ -694,14 +672,14 @@ def test_idle_pipeline_stages_are_a_warning() -> None:
 def test_a_host_that_cannot_hold_what_sleeps_is_a_warning() -> None:
     placement = {"rollout_workers": 1, "colocated": True, "offload": "always"}
     host = {"host_bytes": 20 * GIB}
-    config, plan = plan_of(DENSE, gib=160, rollout=SERVED, placement=placement, facts=host)
+    config, plan = plan_of(QWEN3_4B, gib=160, rollout=SERVED, placement=placement, facts=host)
     (warning,) = plan_warnings(config, plan)
     assert warning == "trainers asleep take 45 GiB of host memory, and there are 20 GiB"
 
 
 def test_a_cache_that_holds_no_sample_is_a_warning() -> None:
     rollout = SERVED | {"max_batch_tokens": 1023}
-    config, plan = plan_of(DENSE, gib=160, rollout=rollout, placement={"rollout_workers": 1})
+    config, plan = plan_of(QWEN3_4B, gib=160, rollout=rollout, placement={"rollout_workers": 1})
     (warning,) = plan_warnings(config, plan)
     assert warning.startswith(
         "the KV cache of a rollout engine holds 1023 tokens, and a sample can have 1024;"
