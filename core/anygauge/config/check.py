@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from anygauge.config.data_files import dataset_name
 from anygauge.config.named_functions import name_problems, option_problems
@@ -209,9 +210,9 @@ def _task(config: Config, user_keys: Collection[str]) -> Problems:
         section, key = path.split(".")
         default = type(getattr(config, section)).model_fields[key].default
         # A resolved config holds every key.
-        if _at(config, path) != default:
+        if (value := attrgetter(path)(config)) != default:
             hint = 'has no effect with run.task = "sft"; leave it out'
-            yield ConfigProblem(path=path, found=_at(config, path), hint=hint)
+            yield ConfigProblem(path=path, found=value, hint=hint)
 
 
 def _schedule(config: Config, user_keys: Collection[str]) -> Problems:
@@ -298,14 +299,9 @@ RULES = (
 # -------------------------------------------------------------------------
 
 
-def _at(config: Config, path: str) -> Any:
-    section, key = path.split(".")
-    return getattr(getattr(config, section), key)
-
-
 def _names(config: Config, plugins: Plugins) -> Problems:
     for path, hook in NAMES:
-        value = _at(config, path)
+        value = attrgetter(path)(config)
         for name in value if isinstance(value, tuple | dict) else (value,) if value else ():
             yield from name_problems(path, name, hook, plugins)
 

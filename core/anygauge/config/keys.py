@@ -8,14 +8,14 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from anygauge.config.check import NAMES
 from anygauge.config.schema import Config
-from anygauge.config.validate import NONE, describe, plain_text, sections
+from anygauge.config.validate import NONE, describe, is_section, plain_text, sections
 from anygauge.plugins import Plugins
 
 __all__ = ["PAGES", "Key", "config_keys", "json_schema"]
@@ -158,7 +158,7 @@ def _fields(table: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInf
 def _tables(kind: Any) -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield the tables that a value may have, and the step to them: nothing, ``.NAME`` or ``[]``."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if _is_table(kind):
+    if is_section(kind):
         yield "", kind
     elif origin is Annotated:
         yield from _tables(arguments[0])
@@ -169,10 +169,6 @@ def _tables(kind: Any) -> Iterator[tuple[str, type[BaseModel]]]:
         step = ".NAME" if origin is dict else "[]"
         inner = arguments[1] if origin is dict else arguments[0]
         yield from ((f"{step}{below}", table) for below, table in _tables(inner))
-
-
-def _is_table(kind: Any) -> TypeGuard[type[BaseModel]]:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _is_union(kind: Any) -> bool:
@@ -199,7 +195,7 @@ def _kind(kind: Any, limits: Sequence[Any] = ()) -> str:
         return f"list of {len(arguments)}: {', '.join(map(_kind, arguments))}"
     if origin in (tuple, list):
         return f"list of {_plural(_kind(arguments[0]))}{bounds}"
-    if origin is dict or kind is dict or _is_table(kind):
+    if origin is dict or kind is dict or is_section(kind):
         return f"table{bounds}"
     return f"{_SCALARS.get(kind, str(getattr(kind, '__name__', kind)))}{bounds}"
 

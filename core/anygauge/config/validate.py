@@ -28,6 +28,7 @@ __all__ = [
     "Checked",
     "accepts_none",
     "describe",
+    "is_section",
     "keys",
     "plain_text",
     "problems_of",
@@ -161,7 +162,7 @@ def _kind_below(kind: Any, key: int | str) -> Any:
     """Return what the schema says of an item of a table or list: a type, or ``Any`` where it says nothing."""
     kind = _bare(kind)
     arguments = typing.get_args(kind)
-    if _is_section(kind):
+    if is_section(kind):
         field = kind.model_fields.get(str(key))
         return Any if field is None else field.annotation
     if typing.get_origin(kind) is dict:
@@ -178,7 +179,8 @@ def _bare(kind: Any) -> Any:
     return _bare(others[0]) if len(others) == 1 < len(arguments) else kind
 
 
-def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
+def is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
+    """Return whether a type of the schema is a table with keys of its own."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
@@ -205,7 +207,7 @@ def _section(loc: Sequence[int | str]) -> type[BaseModel] | None:
     for part in loc:
         kind = _kind_below(kind, part)
     kind = _bare(kind)
-    return kind if _is_section(kind) else None
+    return kind if is_section(kind) else None
 
 
 def _field(loc: Sequence[int | str]) -> FieldInfo | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from anygauge.config import Config
@@ -50,7 +51,7 @@ KILLED = re.compile(r"SIGKILL|out of memory|low on memory|\bOOM\b|connection err
 def memory_advice(config: Config, phases: Iterable[str]) -> str:
     """Return keys to change so that some phases need less memory, with their current values."""
     steps = {key: action for phase in phases for key, action in ADVICE.get(phase, {}).items()}
-    texts = [_text(key, action, _value(config, key)) for key, action in steps.items()]
+    texts = [_text(key, action, attrgetter(key)(config)) for key, action in steps.items()]
     return f"To need less: {', or '.join(filter(None, texts))}." if any(texts) else ""
 
 
@@ -58,11 +59,6 @@ def _text(key: str, action: str, value: Any) -> str:
     if action in (LESS, MORE):
         return f"{action} {key} (now {json.dumps(value)})"
     return "" if value == action else f"set {key} = {json.dumps(action)} (now {json.dumps(value or 'none')})"
-
-
-def _value(config: Config, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
 
 
 def advise(error: BaseException, config: Config) -> None:
