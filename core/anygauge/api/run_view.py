@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import Config
-from anygauge.counted import counted
 from anygauge.disk import parse_toml
 from anygauge.health.record import HEALTH_FILE, Health, read_health
+from anygauge.wording import counted
 from anygauge_hooks.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path, PurePosixPath
 
 from anygauge.config.schema import DataFile
+from anygauge.wording import listed
 
 __all__ = ["NO_FILE", "WANTED", "dataset_name", "meant_slice", "split_slice", "why_no_file"]
 
@@ -88,5 +89,4 @@ def _held(directory: Path) -> str:
         names = sorted(path.name for path in directory.iterdir() if path.suffix.lower() in _SUFFIXES)
     except OSError:
         return ""
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f" with {', '.join(names[:_MOST_NAMED])}{more}" if names else " without data files"
+    return f" with {listed(names, _MOST_NAMED)}" if names else " without data files"

@@ -30,11 +30,11 @@ from anygauge.config.schema.section import NAME_PATTERN
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import Tree, covers, flatten, merge, plain
 from anygauge.config.validate import NONE, QUOTES, Checked, problems_of, validate
-from anygauge.counted import counted
 from anygauge.disk import parse_toml
 from anygauge.hub import localized, pinned, unresolved
 from anygauge.plugins import Plugins, find_backend, published_backends
 from anygauge.strict_json import MAX_DEPTH, is_nested
+from anygauge.wording import counted
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.types import BackendSpec, ConfigProblem
 

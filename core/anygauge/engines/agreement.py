@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from anygauge.config import Config
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.hf_directory import read_config
+from anygauge.wording import listed
 from anygauge_hooks.errors import AnygaugeError, CheckpointError, RankMismatchError
 
 __all__ = [
@@ -23,13 +24,10 @@ __all__ = [
     "named_ranks",
     "on_every_rank",
     "other_files",
-    "shown",
 ]
 
 Source = TypeVar("Source")
 
-SHOWN = 5
-"""Tensors or keys that an error names."""
 TABLES = ("run", "algorithm", "train", "rollout")
 """Tables of the resolved config that determine how a model is built and trained."""
 _DIGEST = TypeAdapter(str)
@@ -89,7 +87,7 @@ def _difference(facts_of_ranks: Sequence[Mapping[str, str] | None]) -> str:
     read = [facts for facts in facts_of_ranks if facts is not None]
     by_key = {key: [facts.get(key, "nothing") for facts in read] for facts in read for key in facts}
     different = [_odd_value(key, values) for key, values in by_key.items() if len(set(values)) > 1]
-    return f"Ranks start with different configs: {shown(different)}."
+    return f"Ranks start with different configs: {listed(different)}."
 
 
 def _odd_value(key: str, values: Sequence[str]) -> str:
@@ -117,12 +115,6 @@ def other_files(directory: str) -> str:
 def named_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as an error names them."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-
-
-def shown(texts: Sequence[str]) -> str:
-    """Return the first texts and the number of the others."""
-    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return ", ".join(texts[:SHOWN]) + more
 
 
 # -------------------------------------------------------------------------

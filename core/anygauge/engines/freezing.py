@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from anygauge.distributed.all_gather import all_gather_values
-from anygauge.engines.agreement import shown
+from anygauge.wording import listed
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["check_learns", "frozen_tensors"]
@@ -65,7 +65,7 @@ def _is_frozen(expressions: Collection[str], names: Sequence[str]) -> bool:
     if inside and len(inside) < len(names):
         others = [name for name in names if name not in inside]
         raise ConfigError(
-            f"train.freeze: {shown(inside)} is one tensor with {shown(others)} here.",
+            f"train.freeze: {listed(inside)} is one tensor with {listed(others)} here.",
             hint="Freeze all of them or none, or choose the other train engine, whose tensors differ.",
         )
     return bool(inside)

@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anygauge.counted import counted
 from anygauge.observability.control_characters import visible
 from anygauge.observability.eval_names import EVAL_RESULT
 from anygauge.observability.live_progress import LiveProgress, format_duration
+from anygauge.wording import counted
 from anygauge_hooks import hookimpl
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ from anygauge.observability.timeline import TIMELINE_FILE
 from anygauge.run_directory.checkpoint_reader import DIRECTORY as CHECKPOINTS
 from anygauge.run_directory.checkpoint_reader import Checkpoint, checkpoint_paths, latest_checkpoint
 from anygauge.run_directory.resume import apply_changes, is_changed, set_aside
+from anygauge.wording import listed
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = ["ReservedDirectory", "RunDirectory", "reserve_run_directory"]
@@ -59,8 +60,6 @@ AFTER_A_STEP = (HEALTH_FILE, "hf", "hf-step-*", "dumps")
 """Names, as patterns, that no run has before its first step is done."""
 KEPT = (LOCK_FILE, INPUTS)
 """Names that say nothing of an earlier run: a program writes its data before the run takes the directory."""
-LISTED = 5
-"""Most names that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,10 +310,8 @@ def _refuse_foreign(directory: Path) -> None:
     names = (path.name for path in _content(directory))
     foreign = sorted(name for name in names if not any(fnmatchcase(name, own) for own in OWN))
     if foreign:
-        listed = ", ".join(foreign[:LISTED])
-        more = f" and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""
         raise CheckpointError(
-            f"{directory} contains files that no run wrote, so it is not deleted: {listed}{more}.",
+            f"{directory} contains files that no run wrote, so it is not deleted: {listed(foreign)}.",
             hint="Move that elsewhere, or choose another --run.name.",
         )
 

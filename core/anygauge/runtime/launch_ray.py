@@ -25,7 +25,6 @@ from ray.exceptions import RayActorError, RayError
 from ray.util import get_node_ip_address, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from anygauge.counted import counted
 from anygauge.failures import on_failure
 from anygauge.runtime.diagnostics import dump_stacks, enable_stacks, log_size, tail
 from anygauge.runtime.placement import (
@@ -40,6 +39,7 @@ from anygauge.runtime.ray_environment import OWN_CLUSTER
 from anygauge.runtime.rpc import Died, MethodCall, capture, encode
 from anygauge.runtime.worker import HostInfo, Worker, WorkerSetup
 from anygauge.runtime.worker_group import LaunchSpec
+from anygauge.wording import counted
 from anygauge_hooks.errors import PlacementError
 
 __all__ = ["RayTransport", "RayWorker"]

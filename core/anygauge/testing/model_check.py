@@ -33,6 +33,7 @@ from anygauge.testing.model_reference import LayerRecord, Reference, record_laye
 from anygauge.testing.model_worker import SERVED, CheckRow
 from anygauge.testing.served_response import served_response
 from anygauge.trainer.inputs import load_tokenizer
+from anygauge.wording import listed
 from anygauge_hooks.engines import HasDecoderLayers, TrainEngine, WorkerContext
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.models import ModelSpec, text_config, transformers_model
@@ -185,7 +186,7 @@ class _Check:
         known = tuple(f"unexpected: {prefix}" for prefix in self._unused())
         problems = [each for each in reference.problems if not each.startswith(known or "\0")]
         if problems:
-            return reference, CheckRow("transformers", "FAIL", _listed(problems))
+            return reference, CheckRow("transformers", "FAIL", listed(problems, SHOWN))
         return reference, CheckRow("transformers", "PASS", f"{reference.kind} has the same tensors")
 
     def _served(self, engine: TrainEngine, tokens: Sequence[int]) -> tuple[bool, str]:
@@ -223,10 +224,10 @@ class _Check:
                 and not _is_copy(name, source, exported)
             ]
         problems += [f"{name} is not exported" for name in lost]
-        more = f"; left out: {_listed(left)}" if left and not lost else ""
-        more += f"; transposed, as they are published: {_listed(turned)}" if turned else ""
+        more = f"; left out: {listed(left, SHOWN)}" if left and not lost else ""
+        more += f"; transposed, as they are published: {listed(turned, SHOWN)}" if turned else ""
         found = f"{len(exported)} tensors come back with the same name, shape and values{more}"
-        return not problems, _listed(problems) or found
+        return not problems, listed(problems, SHOWN) or found
 
 
 def _differences(name: str, tensor: Tensor, source: TensorReader, exported: Iterable[str]) -> Iterator[str]:
@@ -332,12 +333,12 @@ def _gradients(
         if name in expected
     }
     if lost := sorted(expected.keys() - errors.keys()):
-        return False, f"transformers has gradients that the engine does not: {_listed(lost)}"
+        return False, f"transformers has gradients that the engine does not: {listed(lost, SHOWN)}"
     worst = sorted(errors, key=lambda name: -errors[name])
     wrong = [f"{name} ({errors[name]:.2g})" for name in worst if errors[name] > GRADIENTS]
     found = f"{len(errors)} parameters, largest difference {errors[worst[0]]:.2g} of {worst[0]}"
     if wrong:
-        found = f"{len(wrong)} of {len(errors)} parameters differ: {_listed(wrong)}"
+        found = f"{len(wrong)} of {len(errors)} parameters differ: {listed(wrong, SHOWN)}"
     return not wrong, f"{found} (limit {GRADIENTS:g})"
 
 
@@ -360,11 +361,6 @@ def _row(name: str, check: Callable[[], tuple[bool, str]], hint: str = "") -> Ch
 
 def _text(error: AnygaugeError) -> str:
     return " ".join(str(error).split())
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _size(shape: Sequence[int]) -> int:

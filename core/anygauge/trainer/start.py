@@ -13,7 +13,6 @@ from pathlib import Path
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
 from anygauge.config.roles import Components, run_components
-from anygauge.counted import counted
 from anygauge.observability.start_times import StartTimes
 from anygauge.plugins import Plugins
 from anygauge.run_directory.directory import ReservedDirectory, reserve_run_directory
@@ -22,6 +21,7 @@ from anygauge.runtime.signals import terminate_as_exception
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.serving.engines import is_served, launch_engines
 from anygauge.serving.served_engines import devices_of_server
+from anygauge.wording import counted
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.types import RunInfo
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from anygauge.counted import counted
 from anygauge.data.problems import BadMediaError
+from anygauge.wording import counted
 from anygauge_hooks.media import MediaKind
 
 __all__ = ["Placed", "find_placeholders"]

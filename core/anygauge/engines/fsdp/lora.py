@@ -20,11 +20,11 @@ from transformers.pytorch_utils import Conv1D
 
 from anygauge.config.lora import LoraSettings, adapter_config, lora_settings
 from anygauge.config.schema import Lora
-from anygauge.engines.agreement import shown
 from anygauge.engines.fsdp.weights import LocalShard, whole
 from anygauge.engines.lora.base import AdapterState, checksum, first_values, index_sum, log_sizes
 from anygauge.engines.lora.files import opened_adapter, write_adapter
 from anygauge.engines.lora.layers import chosen_layers, distinct_names, full_modules
+from anygauge.wording import listed
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["Adapters", "add_adapters"]
@@ -220,7 +220,7 @@ def _check_unshared(model: nn.Module, layers: Mapping[str, Any]) -> None:
     owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     if shared := [name for name, layer in layers.items() if owners[id(layer.weight)] > 1]:
         raise ConfigError(
-            f"train.lora.targets: these share their weight with another module: {shown(shared)}.",
+            f"train.lora.targets: these share their weight with another module: {listed(shared)}.",
             hint="Choose others.",
         )
 

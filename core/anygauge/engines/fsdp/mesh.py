@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.distributed.known_results import GroupUse
-from anygauge.engines.agreement import shown
 from anygauge.engines.fsdp.weights import LocalShard, local
+from anygauge.wording import listed
 from anygauge_hooks.errors import ReplicaError
 
 __all__ = ["ReplicaCheck", "data_mesh", "mesh_groups"]
@@ -92,7 +92,7 @@ class ReplicaCheck:
         ]:
             before = f" They were equal in optimizer step {self._equal}." if self._equal is not None else ""
             raise ReplicaError(
-                f"Replicas differ in optimizer step {step}: {shown(differing)}.{before}",
+                f"Replicas differ in optimizer step {step}: {listed(differing)}.{before}",
                 hint="The step changed no weight, and checkpoints from before it stay as they are. Look for "
                 "a faulty device, or a communication library that computes wrongly, on the hosts of these "
                 "ranks; then resume from a checkpoint.",

@@ -19,6 +19,7 @@ from anygauge.engines.agreement import check_facts_agree, on_every_rank
 from anygauge.engines.carried_weights import warn_of_left_out
 from anygauge.engines.dequantize import open_unquantized
 from anygauge.engines.hf_directory import TensorReader
+from anygauge.wording import listed
 from anygauge_hooks.errors import WeightMappingError
 
 __all__ = [
@@ -205,9 +206,8 @@ def _locate(root: Any, source: TensorReader) -> Mapping[str, StoredNames]:
     taken = {name for each in names.values() for expert in each.experts for name in expert}
     problems += _unexpected(root, source, known, taken)
     if problems:
-        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise WeightMappingError(
-            f"These weights do not fit {type(model).__name__}: {'; '.join(problems[:SHOWN])}{more}.",
+            f"These weights do not fit {type(model).__name__}: {listed(problems, SHOWN, '; ')}.",
             hint="Compare the directory's config.json with the model that the weights are from.",
         )
     return names

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from anygauge.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
 from anygauge.disk import appearing
-from anygauge.engines.agreement import check_facts_agree, on_every_rank, shown
+from anygauge.engines.agreement import check_facts_agree, on_every_rank
 from anygauge.engines.hf_directory import TensorReader
 from anygauge.hub.weight_files import open_weight_file
+from anygauge.wording import listed
 from anygauge_hooks.errors import CheckpointError, WeightMappingError
 
 __all__ = ["AdapterReader", "opened_adapter", "write_adapter"]
@@ -52,7 +53,7 @@ def opened_adapter(directory: Path, shapes: Mapping[str, Sequence[int]]) -> Iter
         check_facts_agree(lambda: ((name, _fact(source, name)) for name in sorted(source.names)))
         if problems := list(_misfits(source, shapes)):
             raise WeightMappingError(
-                f"The adapter of {directory} does not fit the model: {shown(problems)}.",
+                f"The adapter of {directory} does not fit the model: {listed(problems)}.",
                 hint="Name the model that it was trained on as model.path.",
             )
         yield AdapterReader(source)

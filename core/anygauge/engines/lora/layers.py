@@ -13,8 +13,8 @@ import torch.distributed as dist
 from anygauge.config.lora import LoraSettings, lora_settings, read_adapter_config
 from anygauge.config.schema import Lora
 from anygauge.config.tree import is_inside
-from anygauge.engines.agreement import shown
 from anygauge.engines.dequantize import open_unquantized
+from anygauge.wording import listed
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["chosen_layers", "distinct_names", "full_modules", "log_frozen_experts"]
@@ -101,7 +101,7 @@ def _check_same(chosen: Sequence[str], stored: Sequence[str]) -> None:
     """
     if odd := sorted({*chosen} ^ {*stored}):
         raise ConfigError(
-            f"train.lora.targets chooses other layers than the adapter of train.lora.path: {shown(odd)}.",
+            f"train.lora.targets chooses other layers than the adapter of train.lora.path: {listed(odd)}.",
             hint="Leave train.lora.targets out.",
         )
 
@@ -128,7 +128,7 @@ def full_modules(lora: Lora, weights: Weights, wanted: Sequence[str]) -> Iterato
         for name in names:
             if others := _sharing(weights, name):
                 raise ConfigError(
-                    f"train.lora.modules_to_save: {name} shares a weight with {shown(others)}.",
+                    f"train.lora.modules_to_save: {name} shares a weight with {listed(others)}.",
                     hint="peft would train a copy, which no checkpoint of this model can hold; leave it out.",
                 )
             yield name

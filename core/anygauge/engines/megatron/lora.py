@@ -22,7 +22,6 @@ from anygauge.config.lora import LoraSettings, adapter_config, lora_settings
 from anygauge.config.schema import Lora
 from anygauge.config.tree import is_inside
 from anygauge.distributed.all_gather import all_gather_values
-from anygauge.engines.agreement import shown
 from anygauge.engines.lora.base import AdapterState, checksum, first_values, index_sum, log_sizes
 from anygauge.engines.lora.files import opened_adapter, write_adapter
 from anygauge.engines.lora.layers import chosen_layers, distinct_names, full_modules
@@ -32,6 +31,7 @@ from anygauge.engines.megatron.layers.latent_attention import ReplicatedLinear
 from anygauge.engines.megatron.weights.loading import read_shard
 from anygauge.engines.megatron.weights.mapping import OUTPUT, StackSource, TensorRule
 from anygauge.engines.megatron.weights.sharding import ShardPosition, ranks_of_group
+from anygauge.wording import listed
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.megatron import WeightRule
 
@@ -294,7 +294,7 @@ def _full_rules(rules: Sequence[TensorRule], saved: Sequence[str]) -> Iterator[T
         if inside and (len(inside) < len(rule.hf) or rule.declared.experts):
             others = [name for name in rule.hf if name not in inside] or ["the other experts"]
             raise ConfigError(
-                f"train.lora.modules_to_save: {shown(inside)} is one tensor with {shown(others)} here.",
+                f"train.lora.modules_to_save: {listed(inside)} is one tensor with {listed(others)} here.",
                 hint="Give it an adapter, or use train.engine = 'fsdp'.",
             )
         if inside:
@@ -317,7 +317,7 @@ def _check_groups(adapted: Collection[TensorRule], place: ShardPosition) -> None
                 f"train.parallel.tensor = {place.tensor} is more than the {rule.declared.groups} query "
                 "groups, and an adapter cannot be divided within one.",
                 hint=f"Set train.parallel.tensor = {rule.declared.groups} or less, or leave these out of "
-                f"train.lora.targets: {shown(rule.hf)}.",
+                f"train.lora.targets: {listed(rule.hf)}.",
             )
 
 

@@ -22,11 +22,12 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from anygauge.distributed.process_groups import host_exchange
-from anygauge.engines.agreement import majority, named_ranks, other_files, shown
+from anygauge.engines.agreement import majority, named_ranks, other_files
 from anygauge.engines.megatron.ranks import is_shared
 from anygauge.engines.megatron.reduction_check import wrong_sums
 from anygauge.engines.megatron.weights.mapping import TensorRule, copied_embedding
 from anygauge.weight_sync.checksum import digests
+from anygauge.wording import listed
 from anygauge_hooks.errors import CollectiveError, RankMismatchError, ReplicaError
 
 __all__ = ["ReplicaCheck", "check_ranks_agree", "fingerprints"]
@@ -328,8 +329,8 @@ def _named(reports: Sequence[str]) -> str:
                 different.append(f"{prefix}{name} ({named_ranks(odd)})")
     if NORM in ranks[0][0]:
         norms = (f"rank {rank}: {norm:g}" for rank, (_, norm) in enumerate(ranks))
-        different.append(f"the {NORM} ({shown(list(norms))})")
-    return shown(list(dict.fromkeys(different)))
+        different.append(f"the {NORM} ({listed(list(norms))})")
+    return listed(list(dict.fromkeys(different)))
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:

@@ -10,12 +10,12 @@ from pathlib import PurePath
 from statistics import fmean, median
 from typing import Any, Literal
 
-from anygauge.counted import counted
 from anygauge.observability.control_characters import visible
 from anygauge.observability.report.catalog import eval_losses, eval_means
 from anygauge.observability.report.metrics_file import Series
 from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
+from anygauge.wording import counted
 
 __all__ = [
     "Standing",

@@ -12,8 +12,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from anygauge.counted import counted
 from anygauge.strict_json import parse_json
+from anygauge.wording import counted
 from anygauge_hooks.errors import RewardError
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from anygauge.counted import counted
 from anygauge.failures import on_failure
 from anygauge.rollout.rewards.call import Call, Item, Outcome
 from anygauge.rollout.rewards.child import Child
 from anygauge.rollout.rewards.messages import Chunk, Ready, Results, Setup
 from anygauge.rollout.rewards.pending_chunk import PendingChunk
 from anygauge.rollout.rewards.resolve import is_async
+from anygauge.wording import counted
 from anygauge_hooks.errors import RewardError
 
 __all__ = ["UNTRIED", "Bounds", "Job", "Pool"]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config.load import LoadedConfig
-from anygauge.counted import counted
 from anygauge.distributed.layout import layout_of
 from anygauge.plugins import Plugins, select_backend
 from anygauge.runtime.launch import launch_workers
@@ -18,6 +17,7 @@ from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.model_worker import load_model_config
 from anygauge.testing.parity.differences import Difference, limits_of
 from anygauge.testing.parity.sides import REFERENCE, Side
+from anygauge.wording import counted
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["LoadedSide", "check_apart", "compare_sides", "load_side"]

@@ -17,11 +17,10 @@ from anygauge.engines.carried_weights import warn_of_left_out
 from anygauge.engines.dequantize import open_unquantized
 from anygauge.engines.hf_directory import TensorReader
 from anygauge.engines.megatron.weights.mapping import TensorRule, left_out
+from anygauge.wording import listed
 
 __all__ = ["tell_what_is_lost"]
 
-SHOWN = 5
-"""Tensors that a warning names."""
 _NAMES = TypeAdapter(list[str])
 _log = logging.getLogger(__name__)
 
@@ -50,8 +49,8 @@ def tell_what_is_lost(
             return
         warn_of_left_out(directory, left_out(rules, source.names, unused), carried)
         if rounded and any(source.dtype(name).itemsize <= dtype.itemsize for name in source.names):
-            names = f"{', '.join(rounded[:SHOWN])}{', ...' if len(rounded) > SHOWN else ''}"
-            _log.warning("%s: %d tensors are rounded to train.dtype: %s", directory, len(rounded), names)
+            count, names = len(rounded), listed(rounded)
+            _log.warning("%s: %d tensors are rounded to train.dtype: %s", directory, count, names)
 
 
 def _rounded(stored: Mapping[str, Tensor], rules: Sequence[TensorRule], source: TensorReader) -> list[str]:
