@@ -100,7 +100,7 @@ def algorithm_rules(config: Config, plugins: LoadedPlugins) -> Problems:
     if named is None and config.run.task != "sft":
         return  # an unknown name is a problem of its own
     if named is not None:
-        yield from _registered(config, named)
+        yield from _registered(named)
         yield from _alone(config, named)
         yield from value_problems("algorithm.advantage_options", named, algorithm.advantage_options)
         yield from _loss(config, plugins)
@@ -123,7 +123,7 @@ def algorithm_rules(config: Config, plugins: LoadedPlugins) -> Problems:
         yield ConfigProblem(path="teacher.path", found=None, hint="name the model that is to be distilled")
 
 
-def _registered(config: Config, named: NamedFunction) -> Problems:
+def _registered(named: NamedFunction) -> Problems:
     """Yield how a plugin registers an estimator that the trainer would not know how to call."""
     for name, given, known in (
         ("kind", (named.kind,), ("group", "token")),

@@ -204,7 +204,7 @@ def _locate(root: Any, source: TensorReader) -> Mapping[str, StoredNames]:
         names[shard.name] = stored_names
         problems += _misfits(shard, stored_names, source)
     taken = {name for each in names.values() for expert in each.experts for name in expert}
-    problems += _unexpected(root, source, known, taken)
+    problems += _unexpected(root, known, taken)
     if problems:
         raise WeightMappingError(
             f"These weights do not fit {type(model).__name__}: {listed(problems, SHOWN, '; ')}.",
@@ -265,9 +265,7 @@ def _misfits(shard: LocalShard, stored: StoredNames, source: TensorReader) -> It
             yield f"{' + '.join(expert)} is {joined} and not {wanted}"
 
 
-def _unexpected(
-    root: Any, source: TensorReader, known: Mapping[str, str], taken: Collection[str]
-) -> Iterator[str]:
+def _unexpected(root: Any, known: Mapping[str, str], taken: Collection[str]) -> Iterator[str]:
     """Yield the tensors of a checkpoint that the model neither has nor leaves out knowingly."""
     model = root.model
     own = {name for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
