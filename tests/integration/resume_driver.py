@@ -21,7 +21,8 @@ from anygauge.run_directory import checkpoints
 from anygauge.trainer import actors, start
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
-from anygauge_hooks.types import NamedFunction, RunInfo
+from anygauge_hooks.types import RunInfo
+from anygauge_tests.observer import Digits
 
 POINTS = {
     "generation": "a worker, when it is asked to generate",
@@ -86,19 +87,11 @@ class DyingActor(actors.ActorWorker):
             files.asdict = before(countdown("between files"), files.asdict)
 
 
-def digits(response: str) -> float:
-    return sum(character.isdigit() for character in response) / 4
-
-
-class Boundary:
+class Boundary(Digits):
     """A plugin that kills the run after a step, and brings a reward that differs from sample to sample."""
 
     def __init__(self) -> None:
         self.reached = countdown("boundary")
-
-    @hookimpl
-    def register_reward_functions(self) -> list[NamedFunction]:
-        return [NamedFunction(name="digits", fn=digits, inline=True)]
 
     @hookimpl
     def after_train_step(self, run: RunInfo, metrics: Mapping[str, float]) -> None:

@@ -23,8 +23,9 @@ from anygauge.trainer.run import train
 from anygauge_cpu.env import WORKER_SLOT
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import WorkerDiedError
-from anygauge_hooks.types import NamedFunction, RunInfo
+from anygauge_hooks.types import RunInfo
 from anygauge_tests.fork_server import ForkServers
+from anygauge_tests.observer import Digits
 from anygauge_tests.recipe import tiny_recipe
 
 Launch = Callable[..., WorkerGroup]
@@ -93,8 +94,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).parent
 
 
-class Observer:
-    """A plugin that brings a reward, keeps the metrics, and does something after some steps."""
+class Watcher(Digits):
+    """Brings a reward, keeps the metrics, and does something after some steps."""
 
     def __init__(self, at_the_end: Callable[[], None] = lambda: None) -> None:
         self.metrics: list[Mapping[str, float]] = []
@@ -106,16 +107,8 @@ class Observer:
         if run.step == STEPS:
             self.at_the_end()
 
-    @hookimpl
-    def register_reward_functions(self) -> list[NamedFunction]:
-        return [NamedFunction(name="digits", fn=digits, inline=True)]
 
-
-def digits(response: str) -> float:
-    return sum(character.isdigit() for character in response) / 4
-
-
-def run(inputs: Path, observer: Observer, **overrides: Any) -> None:
+def run(inputs: Path, observer: Watcher, **overrides: Any) -> None:
     plugins = load_plugins()
     plugins.register(observer, "observer")
     given = [(key.replace("__", "."), value) for key, value in overrides.items()]
@@ -126,7 +119,7 @@ def run(inputs: Path, observer: Observer, **overrides: Any) -> None:
 class Lost:
     """A run whose second node was killed after some steps."""
 
-    observer: Observer
+    observer: Watcher
     used: Sequence[float]
     """Slots left on each node while it ran."""
     error: BaseException
@@ -145,7 +138,7 @@ def lost(inputs: Path, second_node: psutil.Process) -> Lost:
         os.kill(raylets[0].pid, signal.SIGKILL)
         killed.append(time.monotonic())
 
-    observer = Observer(kill)
+    observer = Watcher(kill)
     with pytest.raises(WorkerDiedError) as caught:
         run(inputs, observer, run__name="two", run__steps=100_000, placement__rollout_workers=1)
     return Lost(observer, used, caught.value, time.monotonic() - killed[0])
@@ -161,7 +154,7 @@ def test_ranks_on_two_nodes_share_a_process_group(launch: Launch, second_node: p
 @pytest.mark.soak
 @pytest.mark.usefixtures("second_node")
 def test_trainers_on_two_nodes_give_what_two_processes_give(inputs: Path) -> None:
-    two, alone = Observer(), Observer()
+    two, alone = Watcher(), Watcher()
     workers = {"placement__train_workers": 2, "save__hf_at_end": True}
     run(inputs, two, run__name="spread", **workers)
     run(inputs, alone, run__name="together", placement__launcher="local", **workers)
@@ -170,7 +163,7 @@ def test_trainers_on_two_nodes_give_what_two_processes_give(inputs: Path) -> Non
     assert not list((inputs / "spread").glob(".shared-*"))
 
 
-def training(observer: Observer) -> list[dict[str, float]]:
+def training(observer: Watcher) -> list[dict[str, float]]:
     """Return what was sampled and trained in each step."""
     return [
         {name: value for name, value in row.items() if name.startswith(("train/", "rollout/"))}
@@ -181,7 +174,7 @@ def training(observer: Observer) -> list[dict[str, float]]:
 @pytest.mark.usefixtures("forked_actors")  # not those of the nodes, which have a wider scope
 def test_trainer_and_engine_on_two_nodes_give_what_one_process_gives(inputs: Path, lost: Lost) -> None:
     assert lost.used == [0.0, 0.0]
-    alone = Observer()
+    alone = Watcher()
     run(inputs, alone, run__name="one", placement__launcher="local")
     assert training(lost.observer)[:STEPS] == training(alone)
 

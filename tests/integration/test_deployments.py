@@ -17,6 +17,7 @@ from anygauge_hooks.rl import Group
 from anygauge_hooks.types import RunInfo
 from anygauge_tests.fake_engine import FakeServer, Options
 from anygauge_tests.fake_engine.installed import install_fake_engine
+from anygauge_tests.observer import versions_by_step
 from anygauge_tests.recipe import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("forked_actors")
@@ -81,14 +82,6 @@ def run(directory: Path, observer: Observer, text: str = "", **keys: Any) -> Run
     return train(load_config(path, backend="cpu", plugins=plugins), plugins)
 
 
-def versions(groups: Sequence[Group]) -> list[set[int]]:
-    """Return the weight versions of each step of 4 groups."""
-    steps = [groups[start : start + 4] for start in range(0, len(groups), 4)]
-    return [
-        {v for group in step for sample in group.samples for v in sample.weight_versions} for step in steps
-    ]
-
-
 def test_a_run_over_all_kinds_of_servers_and_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +100,7 @@ def test_a_run_over_all_kinds_of_servers_and_another_model(
     }
     info = run(tmp_path, observer, GROUPS.format(judge=tmp_path / "judge"), **keys)
     assert info.step == 3
-    assert versions(observer.groups) == [{0}, {1}, {2}]
+    assert versions_by_step(observer.groups, 4) == [{0}, {1}, {2}]
     verdicts = [sample.metadata for group in observer.groups for sample in group.samples]
     assert len(verdicts) == 48
     assert all(set(verdict["versions"]) == {0} and verdict["said"] for verdict in verdicts)
@@ -137,7 +130,7 @@ def test_engines_of_others_get_the_weights_and_take_part_again_when_they_are_bac
         keys |= {f"rollout__{name}": f"$THEIR_{name.upper()}" for name in secret}
         info = run(tmp_path, observer, run__steps=4, **keys)
         assert info.step == 4
-        assert versions(observer.groups) == [{0}, {1}, {2}, {3}]
+        assert versions_by_step(observer.groups, 4) == [{0}, {1}, {2}, {3}]
         assert first.is_alive()
         assert int(first.state()["weight_version"]) >= 3
         assert not first.state()["paused"]

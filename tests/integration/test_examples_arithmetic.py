@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from anygauge.cli import demo, main
 from anygauge.cli.demo import inputs as script
 from anygauge.config import load_config
 from anygauge.plugins import load_plugins
+from anygauge_tests.datasets import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--batch-size", "32", "--check-interval", "2", "--max-steps", "2", "--stop-score", "0")
@@ -32,10 +32,6 @@ def inputs(make_inputs: Callable[..., None], tmp_path_factory: pytest.TempPathFa
     out = tmp_path_factory.mktemp("arithmetic") / "inputs"
     make_inputs(out)
     return out
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def operands(prompt: str) -> frozenset[int]:

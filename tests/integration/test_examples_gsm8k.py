@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from anygauge.cli import main
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
-from anygauge_tests.datasets import write_gsm8k
+from anygauge_tests.datasets import read_rows, write_gsm8k
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.usefixtures("forked_actors")

@@ -22,6 +22,7 @@ from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import NamedFunction, RunInfo
 from anygauge_tests.fork_server import ForkServers
+from anygauge_tests.observer import Digits, digits
 from anygauge_tests.recipe import tiny_recipe
 
 DRIVER = Path(__file__).with_name("resume_driver.py")
@@ -107,18 +108,6 @@ def assert_same(root: Path, name: str, other: str) -> None:
     assert [key for key in two if not torch.equal(one[key], two[key])] == []
     left = sorted(os.listdir(root / "runs" / name / "checkpoints"))
     assert left == [f"step-{STEPS:08d}"]
-
-
-class Digits:
-    """Brings the reward of the driver that is killed."""
-
-    @hookimpl
-    def register_reward_functions(self) -> list[NamedFunction]:
-        return [NamedFunction(name="digits", fn=digits, inline=True)]
-
-
-def digits(response: str) -> float:
-    return sum(character.isdigit() for character in response) / 4
 
 
 def train_here(root: Path, name: str, plugin: Digits, *, resume: bool = False, every: int = EVERY) -> None:

@@ -29,7 +29,7 @@ from anygauge_hooks.errors import ConfigError, WorkerDiedError
 from anygauge_hooks.rl import Group
 from anygauge_hooks.types import NamedFunction, RunInfo
 from anygauge_tests.fake_engine.installed import install_fake_engine
-from anygauge_tests.observer import Observer, run_with_observer
+from anygauge_tests.observer import Observer, run_with_observer, versions_by_step
 from anygauge_tests.recipe import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("forked_actors")
@@ -63,15 +63,6 @@ def run(directory: Path, observer: Observer, **keys: Any) -> RunInfo:
         },
     )
     return run_with_observer(path, observer)
-
-
-def versions(groups: Sequence[Group]) -> list[set[int]]:
-    """Return the weight versions of each step of 4 groups."""
-    steps = [groups[start : start + 4] for start in range(0, len(groups), 4)]
-    return [
-        {version for group in step for sample in group.samples for version in sample.weight_versions}
-        for step in steps
-    ]
 
 
 def test_processes_come_up_while_the_data_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +150,7 @@ def test_servers_that_end_are_started_again_with_the_current_weights(
     observer = Observer()
     info = run(tmp_path, observer, run__steps=4)
     assert info.step == 4
-    assert versions(observer.groups) == [{0}, {1}, {2}, {3}]
+    assert versions_by_step(observer.groups, 4) == [{0}, {1}, {2}, {3}]
     assert all(metrics["perf/update_weights_time"] > 0 for metrics in observer.metrics)
     seeds = [sample.seed for group in observer.groups for sample in group.samples]
     assert len(seeds) == len(set(seeds)) == 64
@@ -173,7 +164,7 @@ def test_servers_get_the_adapter_by_itself(tmp_path: Path, monkeypatch: pytest.M
     observer = Observer()
     keys = {"weight_sync__transport": "adapter", "train__lora__rank": 2, "train__lr": 0.02}
     run(tmp_path, observer, train__engine="fsdp", **keys)
-    assert versions(observer.groups) == [{0}, {1}, {2}]
+    assert versions_by_step(observer.groups, 4) == [{0}, {1}, {2}]
     (last,) = (tmp_path / "run" / "weights").iterdir()
     assert last.name == "version-3"
     sent = load_file(last / "adapter_model.safetensors")
@@ -303,7 +294,7 @@ def test_only_what_changed_travels_to_receivers_beside_the_servers(
     observer = Observer()
     info = run(tmp_path, observer, run__steps=4, weight_sync__transport="delta", weight_sync__verify="always")
     assert info.step == 4
-    assert versions(observer.groups) == [{0}, {1}, {2}, {3}]
+    assert versions_by_step(observer.groups, 4) == [{0}, {1}, {2}, {3}]
 
 
 def test_trainers_and_servers_on_one_device_take_turns(
@@ -317,7 +308,7 @@ def test_trainers_and_servers_on_one_device_take_turns(
     observer = Observer()
     keys = {"placement__colocated": True, "placement__train_workers": 2, "save__every": 2}
     run(tmp_path, observer, **keys, profile__kind="fake", profile__steps=[1])
-    assert versions(observer.groups) == [{0}, {1}, {2}]
+    assert versions_by_step(observer.groups, 4) == [{0}, {1}, {2}]
     assert all(metrics["perf/wake_up_time"] > 0 for metrics in observer.metrics)
     steps = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in steps.glob("step-*")) == ["step-00000002", "step-00000003"]
@@ -367,7 +358,7 @@ def test_an_interrupted_rollout_ends_and_the_trainers_wake_up_to_save_the_step_b
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
     observer = Observer()
     assert run(tmp_path, observer, **keys, run__resume=True, run__accept_changes=["reward"]).step == 3
-    assert versions(observer.groups) == [{1}, {2}]
+    assert versions_by_step(observer.groups, 4) == [{1}, {2}]
 
 
 def test_servers_are_shown_the_images_that_are_trained_on(

@@ -6,7 +6,6 @@ everything imported; ``make soak`` runs two pages as they are written, with proc
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,14 +15,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
-from anygauge_tests.datasets import write_gsm8k
+from anygauge_tests.datasets import read_rows, write_gsm8k
 from anygauge_tests.fork_server import ForkServers
 from anygauge_tests.fork_server_commands import forked_commands
 
@@ -183,10 +181,6 @@ def write_cache(directory: Path) -> None:
     for name in ("train", "test"):
         rows = read_rows(directory / "data" / "gsm8k" / f"{name}.jsonl")
         pq.write_table(pa.Table.from_pylist(rows), data / f"{name}-00000-of-00001.parquet")
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 # -------------------------------------------------------------------------

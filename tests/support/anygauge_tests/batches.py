@@ -150,6 +150,11 @@ def log_probs(engine: Any, samples: Sequence[TrainSample], **options: Any) -> li
     return split(batch, engine.log_probs(batch, **options))
 
 
+def weights(engine: Any) -> dict[str, Tensor]:
+    """Return copies of an engine's weights by their Hugging Face names."""
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
 def likelihood(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the negated sum of the log-probs by their weights, a loss without advantages."""
     loss = -(inputs.log_probs * inputs.loss_weights).sum()

@@ -10,11 +10,16 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-__all__ = ["write_geo3k", "write_gsm8k"]
+__all__ = ["read_rows", "write_geo3k", "write_gsm8k"]
 
 _NAMES = ("Ann", "Iñaki", "Mrs. O\u2019Hara", "Josh")
 _THINGS = ("pens", "bolts of blue fiber", "\u201clucky\u201d eggs", "2\u00d74 boards")
 _SHAPES = ("parallelogram M N P Q", "\\triangle A B C", "\\odot X")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def write_gsm8k(directory: Path) -> Path:

@@ -12,7 +12,7 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.rl import Group
 from anygauge_hooks.types import NamedFunction, RunInfo
 
-__all__ = ["Observer", "Rewarding", "run_with_observer"]
+__all__ = ["Digits", "Observer", "Rewarding", "digits", "run_with_observer", "versions_by_step"]
 
 
 class Observer:
@@ -35,17 +35,31 @@ class Observer:
         self.metrics.append(metrics)
 
 
-class Rewarding(Observer):
-    """An observer with a reward that differs among samples, so that each step changes the weights."""
+class Digits:
+    """Brings a reward that differs among samples, so that each step changes the weights."""
 
     @hookimpl
     def register_reward_functions(self) -> list[NamedFunction]:
-        """Register the share of digits in a response of four tokens."""
-        return [NamedFunction(name="digits", fn=_digits, inline=True)]
+        """Register :func:`digits`."""
+        return [NamedFunction(name="digits", fn=digits, inline=True)]
 
 
-def _digits(response: str) -> float:
+class Rewarding(Digits, Observer):
+    """An observer with that reward."""
+
+
+def digits(response: str) -> float:
+    """Return the share of digits in a response of four tokens."""
     return sum(character.isdigit() for character in response) / 4
+
+
+def versions_by_step(groups: Sequence[Group], per_step: int) -> list[set[int]]:
+    """Return the versions of weights that made the tokens of each step."""
+    steps = [groups[start : start + per_step] for start in range(0, len(groups), per_step)]
+    return [
+        {version for group in step for sample in group.samples for version in sample.weight_versions}
+        for step in steps
+    ]
 
 
 def run_with_observer(recipe: Path, observer: Observer, keys: Mapping[str, object] = {}) -> RunInfo:

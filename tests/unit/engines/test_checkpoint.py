@@ -33,6 +33,7 @@ from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import CheckpointError, WeightMappingError
 from anygauge_tests import batches
+from anygauge_tests.batches import weights
 from anygauge_tests.engine_config import engine_config
 from anygauge_tests.optimizers import Joining, Rounding, Taking, taking
 
@@ -109,10 +110,6 @@ def same_bits(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return [each.hex() for step in one for each in step.values()] == [
         each.hex() for step in other for each in step.values()
     ]
-
-
-def weights(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.weights()}
 
 
 def assert_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:

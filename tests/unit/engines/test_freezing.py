@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
@@ -18,6 +17,7 @@ from anygauge.testing.tiny import tiny_family, tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_tests import batches
+from anygauge_tests.batches import weights
 from anygauge_tests.engine_config import engine_config
 
 MakeConfig = Callable[..., Config]
@@ -60,10 +60,6 @@ def changed(engine: Any) -> set[str]:
     before = weights(engine)
     step(engine)
     return {name for name, tensor in weights(engine).items() if not tensor.equal(before[name])}
-
-
-def weights(engine: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.weights()}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

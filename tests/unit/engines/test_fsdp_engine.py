@@ -34,7 +34,7 @@ from anygauge_hooks.errors import (
     WeightMappingError,
 )
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
+from anygauge_tests.batches import TrainSample, weights
 from anygauge_tests.engine_config import engine_config
 
 MakeEngine = Callable[..., Any]
@@ -133,10 +133,6 @@ def take_step(engine: Any, loss: Any = likelihood, samples: Sequence[TrainSample
 def gradients(engine: Any) -> dict[str, Tensor]:
     """Return the gradients of the last pass under Hugging Face names."""
     return {shard.name: whole(shard.tensor.grad) for shard in engine.shards}
-
-
-def weights(engine: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.weights()}
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import anygauge_cpu.plugin
 from anygauge.engines.memory_offload import DeviceMemory, HostCopies
@@ -20,7 +19,7 @@ from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import AsleepError
 from anygauge_hooks.serving import MemoryState
 from anygauge_tests import batches
-from anygauge_tests.batches import TrainSample
+from anygauge_tests.batches import TrainSample, weights
 from anygauge_tests.engine_config import engine_config
 from anygauge_tests.optimizers import Joining, taking
 
@@ -59,10 +58,6 @@ def on_device(engine: Any) -> int:
 def bytes_of(engine: Any) -> int:
     storages = [tensor.untyped_storage() for tensor in engine._model_tensors()]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def weights(engine: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.weights()}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from anygauge.config.roles import Components
 from anygauge.testing.tiny import tiny_qwen3
@@ -19,6 +17,7 @@ from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
 from anygauge_tests.engine_config import engine_config
+from anygauge_tests.largest_tensor import LargestTensor
 
 VOCAB = 64
 Make = Callable[..., Any]
@@ -43,18 +42,6 @@ def make_samples() -> list[TrainSample]:
     return batches.random_samples(((17, 5), (40, 20), (33, 30)), 0, VOCAB)
 
 
-class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that an operator returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(found) if isinstance(x, Tensor) and not x.is_sparse]
-        self.elements = max([self.elements, *sizes])
-        return found
-
-
 @pytest.mark.parametrize("distils", [False, True])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_step_has_no_tensor_as_large_as_all_logits(
@@ -74,7 +61,7 @@ def test_a_step_has_no_tensor_as_large_as_all_logits(
     )
     worker = ActorWorker(config, context, components=Components(trains=True, generates=False, learns=True))
     samples = batches.random_samples([(length, length - 1) for length in lengths], 0, vocab)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         worker.train(batches.plan_samples(samples, 1, 1, "token_mean")[0])
     logits = sum(length - 1 for length in lengths) * vocab
     assert (largest.elements >= logits) is not fused

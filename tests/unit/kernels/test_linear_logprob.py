@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from anygauge.algorithms.kl import top_k_kl
 from anygauge.kernels import linear_logprob as module
@@ -20,6 +18,7 @@ from anygauge.kernels import reference
 from anygauge.kernels.linear_logprob import linear_logprob, linear_topk
 from anygauge.kernels.reference import vocab_parallel_logprob
 from anygauge_hooks.tiles import Kept, Slopes, Sums, Tile
+from anygauge_tests.largest_tensor import LargestTensor
 
 TEMPERATURE = 0.7
 Pair = tuple[Tensor, Tensor]
@@ -476,28 +475,16 @@ def test_topk_is_that_of_all_logits(tile: tuple[int, int]) -> None:
 # -------------------------------------------------------------------------
 
 
-class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that an operator returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(found) if isinstance(x, Tensor) and not x.is_sparse]
-        self.elements = max([self.elements, *sizes])
-        return found
-
-
 @pytest.fixture
-def largest() -> Iterator[Largest]:
-    with Largest() as mode:
+def largest() -> Iterator[LargestTensor]:
+    with LargestTensor() as mode:
         yield mode
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_no_tensor_is_as_large_as_all_logits(
-    largest: Largest, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, entropy_grad: bool
+    largest: LargestTensor, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, entropy_grad: bool
 ) -> None:
     monkeypatch.setattr(module, "HOST_TILE", (64, 128))
     tokens, width, vocab = 512, 4, 512
