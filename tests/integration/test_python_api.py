@@ -22,6 +22,7 @@ from anygauge.cli import main
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.errors import CheckpointError, ConfigError
 from anygauge_hooks.rl import Group
+from anygauge_tests.code_blocks import blocks
 from anygauge_tests.fork_server import ForkServers
 from anygauge_tests.recipe import tiny_recipe
 
@@ -220,8 +221,7 @@ def test_an_interrupt_ends_a_script_and_its_processes(
 def test_the_uploads_of_the_guide_find_complete_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (ROOT / "docs" / "howto.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (code,) = blocks(ROOT / "docs" / "howto.md", "python")
     assert "EVERY = 100\n" in code
     tiny_recipe(tmp_path, run__directory="runs", run__steps=3, run__report=False)
     uploads: list[tuple[str, bool]] = []

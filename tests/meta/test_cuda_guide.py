@@ -16,16 +16,12 @@ from anygauge.cli import main
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
 from anygauge_cuda import env
+from anygauge_tests.code_blocks import blocks, commands
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/cuda.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
-COMMANDS = [
-    re.sub(r"\s+#.*$", "", line).strip()
-    for block in BLOCKS
-    for line in block.replace("\\\n", " ").splitlines()
-    if line.strip()
-]
+PATH = ROOT / "docs/cuda.md"
+PAGE = PATH.read_text(encoding="utf-8")
+COMMANDS = commands(PATH)
 GPU, DOWNLOADS, INSTALLS = "needs a GPU", "downloads", "installs packages"
 NOT_RUN = {
     "nvidia-smi": GPU,
@@ -89,7 +85,7 @@ def test_an_image_is_built_as_the_page_says(command: str) -> None:
 
 
 def test_the_config_of_the_page_loads(tmp_path: Path) -> None:
-    (block,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.M | re.S)
+    (block,) = blocks(PATH, "toml")
     head = 'model = "m"\nreward = { function = "math" }\n[run]\nname = "r"\n[data]\ntrain = []\n'
     path = tmp_path / "run.toml"
     path.write_text(head + block)
@@ -105,9 +101,3 @@ def test_every_variable_of_the_backend_is_in_the_table() -> None:
         assert f"`{value}`" in rows
     for prefix in env.FORWARDED:
         assert f"`{prefix}*`" in PAGE
-
-
-def test_every_block_is_bash() -> None:
-    for block in BLOCKS:
-        done = subprocess.run(["bash", "-n", "-c", block], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import re
 import runpy
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import yaml
 
 from anygauge.config.keys import PAGES
 from anygauge.config.validate import keys, sections
+from anygauge_tests.code_blocks import blocks
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
@@ -29,6 +31,15 @@ def anchors(path: Path) -> set[str]:
     """Return the fragments that a page's headings give, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "document", [path for path in DOCUMENTS if blocks(path, "bash")], ids=lambda p: p.name
+)
+def test_every_block_of_bash_is_bash(document: Path) -> None:
+    for block in blocks(document, "bash"):
+        done = subprocess.run(["bash", "-n", "-c", block], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -16,6 +16,7 @@ import pytest
 
 from anygauge.plugins import load_plugins
 from anygauge_hooks.kernels import KERNEL_FACTS
+from anygauge_tests.code_blocks import blocks
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = load_plugins(only=[])
@@ -41,7 +42,7 @@ def doc_sections() -> dict[str, str]:
 
 
 def examples() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/hooks.md").read_text(), re.M | re.S)
+    return blocks(ROOT / "docs/hooks.md", "python")
 
 
 def test_the_document_has_exactly_the_hooks_in_order_with_their_arguments() -> None:

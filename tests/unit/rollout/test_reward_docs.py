@@ -17,12 +17,13 @@ from anygauge.config.schema import Reward
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.rollout.rewards import Scorer, check_reward, raw_number
 from anygauge_hooks.rl import Group, Sample
+from anygauge_tests.code_blocks import blocks
 from anygauge_tests.scoring import group
 
-PAGE = (Path(__file__).parents[3] / "docs/rewards.md").read_text()
-TABLES = [tomllib.loads(text)["reward"] for text in re.findall(r"^```toml\n(.*?)^```", PAGE, re.M | re.S)]
-MODULE = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S))
-EXAMPLES = re.findall(r"^\| `(\w+)` \| `(\".*\")` \| `(.+)` \| `(.+)` \|$", PAGE, re.M)
+PAGE = Path(__file__).parents[3] / "docs/rewards.md"
+TABLES = [tomllib.loads(text)["reward"] for text in blocks(PAGE, "toml")]
+MODULE = "\n".join(blocks(PAGE, "python"))
+EXAMPLES = re.findall(r"^\| `(\w+)` \| `(\".*\")` \| `(.+)` \| `(.+)` \|$", PAGE.read_text(), re.M)
 
 
 @pytest.fixture(scope="module")
