@@ -14,30 +14,20 @@ from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
-from anygauge_hooks.types import NamedFunction, RunInfo, TrackerSpec
+from anygauge_hooks.types import RunInfo
+from anygauge_tests.observer import Tracking
 from anygauge_tests.recipe import tiny_recipe
 
 STEPS, ALONE, LR = 4, 2, 1e-3
 Train = Callable[..., "Observer"]
 
 
-class Observer:
-    """Brings a reward, and keeps the metrics of training by step and the versions of weights."""
+class Observer(Tracking):
+    """Keeps the metrics of training by step and the versions of weights."""
 
     def __init__(self) -> None:
         self.metrics: dict[int, dict[str, float]] = {}
         self.versions: list[int] = []
-
-    @hookimpl
-    def register_reward_functions(self) -> list[NamedFunction]:
-        return [NamedFunction(name="even", fn=self.even, inline=True)]
-
-    def even(self, response: str) -> float:
-        return sum(character in "02468" for character in response) / 3
-
-    @hookimpl
-    def register_trackers(self) -> list[TrackerSpec]:
-        return [TrackerSpec(name="memory", make=lambda run: self)]
 
     @hookimpl
     def after_weight_sync(self, run: RunInfo, version: int) -> None:
@@ -46,9 +36,6 @@ class Observer:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         trained = {name: value for name, value in metrics.items() if name.startswith(("train/", "health/"))}
         self.metrics.setdefault(step, {}).update(trained)
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

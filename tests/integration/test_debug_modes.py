@@ -31,33 +31,23 @@ from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import DataError, OutOfMemoryError
-from anygauge_hooks.types import BackendSpec, NamedFunction, RunInfo, TrackerSpec
+from anygauge_hooks.types import BackendSpec, NamedFunction, RunInfo
+from anygauge_tests.observer import Tracking
 from anygauge_tests.recipe import tiny_recipe
 
 STEPS = 2
 
 
-class Observer:
-    """Brings a reward, and keeps every metric and what happened."""
+class Observer(Tracking):
+    """Keeps every metric and what happened."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
         self.events: list[str] = []
 
     @hookimpl
-    def register_reward_functions(self) -> list[NamedFunction]:
-        return [NamedFunction(name="even", fn=self.even, inline=True)]
-
-    @hookimpl
     def register_policy_losses(self) -> list[NamedFunction]:
         return [NamedFunction(name="hungry", fn=lambda *inputs, **options: torch.empty(1 << 50))]
-
-    def even(self, response: str) -> float:
-        return sum(character in "02468" for character in response) / 3
-
-    @hookimpl
-    def register_trackers(self) -> list[TrackerSpec]:
-        return [TrackerSpec(name="memory", make=lambda run: self)]
 
     @hookimpl
     def after_rollout(self, run: RunInfo) -> None:
@@ -69,9 +59,6 @@ class Observer:
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         self.metrics.append({"step": step, **metrics})
-
-    def close(self) -> None:
-        pass
 
     def of(self, *groups: str) -> list[dict[str, float]]:
         """Return the metrics of some groups, of each step that has any."""

@@ -15,36 +15,21 @@ from anygauge.config.load import load_config
 from anygauge.device import DETERMINISTIC_ENV
 from anygauge.plugins import load_plugins
 from anygauge.trainer.run import train
-from anygauge_hooks import hookimpl
-from anygauge_hooks.types import NamedFunction, TrackerSpec
+from anygauge_tests.observer import Tracking
 from anygauge_tests.recipe import tiny_recipe
 
 ROW = re.compile(r"^\| `([A-Z_0-9]+)` \| `([^`]+)` \|", re.M)
 
 
-class Recorder:
-    """Brings a reward and keeps every metric."""
+class Recorder(Tracking):
+    """Keeps every metric."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
 
-    @hookimpl
-    def register_reward_functions(self) -> list[NamedFunction]:
-        return [NamedFunction(name="even", fn=self.even, inline=True)]
-
-    def even(self, response: str) -> float:
-        return sum(character in "02468" for character in response) / 3
-
-    @hookimpl
-    def register_trackers(self) -> list[TrackerSpec]:
-        return [TrackerSpec(name="memory", make=lambda run: self)]
-
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         # times and memory are nobody's business here
         self.metrics.append({name: value for name, value in metrics.items() if not name.startswith("perf/")})
-
-    def close(self) -> None:
-        pass
 
 
 def make_config(root: Path) -> Path:

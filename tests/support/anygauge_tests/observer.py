@@ -10,9 +10,17 @@ from anygauge.plugins import load_plugins
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.rl import Group
-from anygauge_hooks.types import NamedFunction, RunInfo
+from anygauge_hooks.types import NamedFunction, RunInfo, TrackerSpec
 
-__all__ = ["Digits", "Observer", "Rewarding", "digits", "run_with_observer", "versions_by_step"]
+__all__ = [
+    "Digits",
+    "Observer",
+    "Rewarding",
+    "Tracking",
+    "digits",
+    "run_with_observer",
+    "versions_by_step",
+]
 
 
 class Observer:
@@ -44,6 +52,27 @@ class Digits:
         return [NamedFunction(name="digits", fn=digits, inline=True)]
 
 
+class Tracking:
+    """Brings the reward ``even``, and is the tracker ``memory``: a subclass has its ``log``."""
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        """Register the share of even digits in a response of three tokens."""
+        return [NamedFunction(name="even", fn=_even, inline=True)]
+
+    @hookimpl
+    def register_trackers(self) -> list[TrackerSpec]:
+        """Register this object."""
+        return [TrackerSpec(name="memory", make=lambda run: self)]
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Take the metrics of a step."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Do nothing: what was kept is read later."""
+
+
 class Rewarding(Digits, Observer):
     """An observer with that reward."""
 
@@ -51,6 +80,10 @@ class Rewarding(Digits, Observer):
 def digits(response: str) -> float:
     """Return the share of digits in a response of four tokens."""
     return sum(character.isdigit() for character in response) / 4
+
+
+def _even(response: str) -> float:
+    return sum(character in "02468" for character in response) / 3
 
 
 def versions_by_step(groups: Sequence[Group], per_step: int) -> list[set[int]]:
