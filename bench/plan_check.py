@@ -15,8 +15,8 @@ ends with status 1 if a case failed or is beyond a bound.
 
 With ``--devices``, a case is a layout of ``bench/parallel_step.py``, two samples for each device. One process
 a device takes the steps of all cases of one train engine. The first case that fails ends them; ``--cases``
-runs those after it. With ``--first-rank`` the first rank takes them alone, and the plan is that of a step whose
-exchanges take no time.
+runs those after it. With ``--first-rank`` the first rank takes them alone, and the plan is that of a step
+whose exchanges take no time.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ EIGHT = parallel_step.Layout(
     megatron={"moe_router_force_load_balancing": True},
     train={"recompute": "elementwise", "micro_batch_tokens": 8192},
 )
-"""What ``anygauge init`` chooses for Qwen3-30B-A3B on eight devices. In a random model of this depth all
+"""The choice of ``anygauge init`` for Qwen3-30B-A3B on eight devices. In a random model of this depth all
 tokens would go to the same experts."""
 
 

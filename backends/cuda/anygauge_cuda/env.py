@@ -56,7 +56,7 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 """Allocator of trainers: sequences of all lengths fragment segments of a fixed size."""
 ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Where torch looks for settings of its allocator; the first that is set counts."""
-FORWARDED = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_SYMM_MEM_", "ANYGAUGE_CUDA_", CONNECTIONS)
+FORWARDED = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_SYMM_MEM_", "ANYGAUGE_CUDA_", "CUDA_DEVICE_MAX_")
 """Beginnings of the user's own variables that reach the workers of every node."""
 DETERMINISTIC: Mapping[str, str] = {
     # without workspaces of a fixed size cuBLAS may sum in any order, and torch refuses to multiply
