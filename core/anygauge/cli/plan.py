@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -143,8 +144,9 @@ def _shape(key: str, config: Config, plugins: Plugins) -> ModelShape:
 def _directory(key: str, config: Config) -> Path:
     """Return where a model's ``config.json`` is; a plan does not need the weights beside it.
 
-    :raises ConfigError: It is a name whose ``config.json`` is not in the cache.
+    :raises ConfigError: It is a name whose ``config.json`` is not in the cache, or a directory without one.
     """
+    from anygauge.config.model_files import missing_parts
     from anygauge.hub import cached_model, sizes_command
     from anygauge.hub.names import model_name
     from anygauge_hooks.errors import ConfigError
@@ -152,12 +154,18 @@ def _directory(key: str, config: Config) -> Path:
     path: Path = getattr(config, key.split(".")[0]).path
     name = model_name(key, path, config.model.revision if key == "model.path" else None)
     if name is None:
+        if not os.path.isfile(path / "config.json"):
+            raise ConfigError(
+                f"A plan needs the sizes of {key} = {str(path)!r}: {missing_parts(path)[0]}.",
+                hint="Name a Hugging Face directory, or a model that is in the cache.",
+            )
         return path
     cached = cached_model(name, config.hub)
     if cached is None:
         raise ConfigError(
             f"A plan needs the sizes of {key} = {str(name)!r}, whose config.json is not in the cache.",
-            hint=f"Run `{sizes_command(name, config.hub)}`, or name a Hugging Face directory.",
+            hint=f"Run `{sizes_command(name, config.hub)}`, or name a Hugging Face directory; as a path, "
+            f"{name.local_clause()}",
         )
     return cached
 

@@ -24,7 +24,7 @@ from anygauge.config.rules.health import health_rule
 from anygauge.config.rules.lora import adapter_rule, lora_rules
 from anygauge.config.rules.media import media_rule
 from anygauge.config.rules.metric import metric_functions
-from anygauge.config.rules.model import model_rules
+from anygauge.config.rules.model import chat_template_rule, model_rules, other_models_rule, policy_rule
 from anygauge.config.rules.parallel import (
     data_parallel_size,
     parallel_rule,
@@ -334,8 +334,13 @@ OVERWRITE_READS = (
     *("teacher.path", "critic.path", "train.lora.path"),
     *("data.train", "data.cache", "eval.data", "eval.datasets", "hub.cache"),
 )
-TRAINING_FILE_RULES = (Check(train_files_rule, ("data.train",)),)
+TRAINING_FILE_RULES = (
+    Check(train_files_rule, ("data.train",)),
+    Check(other_models_rule, ("reference", "teacher", "critic", "algorithm")),
+)
 FILE_RULES = (
+    Check(policy_rule, ("model.path", "rollout.groups")),
+    Check(chat_template_rule, ("model.path", "data", "eval.datasets", "rollout.function")),
     Check(data_files_rule, ("data.train", "eval.data", "eval.datasets")),
     Check(run_directory_rule, ("run.directory", "run.name", "data.cache", "hub.cache")),
     Check(overwrite_rule, OVERWRITE_READS),

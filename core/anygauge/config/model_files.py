@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.families import family
 from anygauge.config.roles import as_language_model
+from anygauge.config.rules.file import no_directory
 from anygauge.disk import read_json
 from anygauge.hub.files import TOKENIZERS
 from anygauge.hub.weight_files import INDEX, SINGLE, weight_names
@@ -19,7 +21,7 @@ from anygauge_hooks.models import text_config, transformers_model
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
 
-__all__ = ["other_tokens", "read_model"]
+__all__ = ["missing_parts", "other_tokens", "read_model"]
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """Exceptions raised by reading a malformed JSON file."""
@@ -32,6 +34,19 @@ LENGTH_BYTES = 8
 """Size of the length field at the start of a safetensors file: its JSON header's length, little endian."""
 
 
+def missing_parts(directory: Path) -> list[str]:
+    """Return why a path is no whole model, as clauses: what it is instead, and which files it lacks."""
+    if os.path.isfile(directory):  # Path.is_file raises where a name is too long
+        return ["is a file; name the Hugging Face directory of a model"]
+    if not os.path.isdir(directory):
+        return [f"not a name on a hub, which is OWNER/NAME, and {no_directory(directory)}"]
+    has_config = (directory / "config.json").is_file()
+    if not has_config and (other := _other_kind(directory)):
+        return [other]
+    config = [] if has_config else ["has no config.json"]
+    return [*config, *_tokenizer_file(directory), *_weights(directory)]
+
+
 def read_model(
     directory: Path,
     plugins: Plugins,
@@ -40,25 +55,26 @@ def read_model(
     trust_remote_code: bool = False,
     is_critic: bool = False,
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the config of the text model, if it can be read, and the problems of the directory.
+    """Return the config of the text model, if it can be read, and the problems of the directory's files.
 
-    :param directory: Must exist.
+    What is missing is no problem here: see :func:`missing_parts`.
+
     :param engine: Name of the train engine; ``None`` takes registered families alone.
     :param trust_remote_code: Whether Python files of the directory may run.
     :param is_critic: Whether it may be a classifier with one label; it is returned as a language model.
     """
     path = directory / "config.json"
-    if not path.is_file() and (other := _other_kind(directory)):
-        return None, [other]
-    problems = [*_tokenizer_file(directory), *_weights(directory)]
     if not path.is_file():
-        return None, [*problems, "has no config.json"]
+        return None, []
+    if (directory / SINGLE).is_file() and (directory / INDEX).is_file():
+        _log.warning("%s: %s is read, as transformers does, and not %s", directory, SINGLE, INDEX)
+    problems: list[str] = []
     try:
         hf = read_json(path)
     except (OSError, ValueError) as error:
-        return None, [*problems, f"needs a readable config.json: {error}"]
+        return None, [f"needs a readable config.json: {error}"]
     if not isinstance(hf, dict):
-        return None, [*problems, "its config.json is not an object"]
+        return None, ["its config.json is not an object"]
     try:
         hf = as_language_model(hf) if is_critic else hf
         builds = transformers_model(family(plugins, hf, engine)) is not None
@@ -66,7 +82,7 @@ def read_model(
         builds = False
         problems.append(f"{error.args[0]} {error.hint}")
     except ConfigError as error:
-        return None, [*problems, f"{error.args[0]} {error.hint}"]
+        return None, [f"{error.args[0]} {error.hint}"]
     if not trust_remote_code:
         problems += _code(directory, {} if builds else hf)
     text = dict(text_config(hf))
@@ -131,8 +147,6 @@ def _weights(directory: Path) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if names == [SINGLE] and (directory / INDEX).is_file():
-        _log.warning("%s: %s is read, as transformers does, and not %s", directory, SINGLE, INDEX)
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         yield f"lacks {len(missing)} of {len(names)} weight files, the first is {missing[0]}"

@@ -137,7 +137,10 @@ def test_what_is_asked_for_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'-1' is not a finite number of GiB above 0" in capsys.readouterr().err
     Path("model/config.json").unlink()
     assert plan() == 1
-    assert "A plan needs the sizes of model" in capsys.readouterr().err
+    assert "A plan needs the sizes of model.path = 'model': has no config.json." in capsys.readouterr().err
+    assert plan("--model.path", "modle") == 1
+    assert "and no such directory in " in (error := capsys.readouterr().err)
+    assert "; did you mean model?" in error
 
 
 def test_a_model_that_is_not_in_the_cache(
@@ -151,6 +154,7 @@ def test_a_model_that_is_not_in_the_cache(
     error = capsys.readouterr().err
     assert "model.path = 'Qwen/Qwen3-4B', whose config.json is not in the cache" in error
     assert "Run `hf download Qwen/Qwen3-4B config.json`" in error
+    assert "as a path, it is not a directory in " in error
     repository = Path("cache/models--Qwen--Qwen3-4B")
     (repository / "refs").mkdir(parents=True)
     (repository / "refs/main").write_text("abc")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.config.families import family
 from anygauge.config.modalities import modalities
-from anygauge.config.model_files import other_tokens, read_model
+from anygauge.config.model_files import missing_parts, other_tokens, read_model
 from anygauge.config.rules.algorithm import compares
 from anygauge.config.rules.architecture import architecture_hints
 from anygauge.config.rules.file import no_directory
@@ -28,13 +28,34 @@ if TYPE_CHECKING:
     from anygauge_hooks.media import MediaKind
     from anygauge_hooks.models import ModelSpec
 
-__all__ = ["division_rule", "model_rules"]
+__all__ = ["chat_template_rule", "division_rule", "model_rules", "other_models_rule", "policy_rule"]
 
 Problems = Iterator[ConfigProblem]
 
 
+def policy_rule(config: Config, user_keys: Collection[str]) -> Problems:
+    """Yield what is missing of the policy and of the models of rollout groups, without importing torch."""
+    yield from _missing("model.path", config.model.path)
+    for index, group in enumerate(config.rollout.groups):
+        if group.path is not None and not os.path.isdir(group.path):
+            path = f"rollout.groups[{index}].path"
+            yield ConfigProblem(path=path, found=str(group.path), hint=no_directory(group.path))
+
+
+def other_models_rule(config: Config, user_keys: Collection[str]) -> Problems:
+    """Yield what is missing of the models that a training needs beside the policy."""
+    for path, directory in _other_models(config):
+        yield from _missing(path, directory)
+
+
+def _missing(path: str, directory: Path) -> Problems:
+    if model_name(path, directory) is None:  # a name is looked up once nothing else is wrong
+        for hint in missing_parts(directory):
+            yield ConfigProblem(path=path, found=str(directory), hint=hint)
+
+
 def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
-    """Yield problems of the policy and, for training, of the other models.
+    """Yield problems of the policy and, for training, of the other models, beside what they lack.
 
     :param trains: As of :func:`~anygauge.config.check.check`.
     """
@@ -44,13 +65,8 @@ def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
         yield from _context(config, policy)
         yield from _architecture("model.path", config, policy, plugins)
         yield from _stop_tokens(config, policy)
-        yield from _chat_template(config)
         yield from model_media(config, policy, plugins)
         yield from _rollout_engine(config, policy, plugins)
-    for index, group in enumerate(config.rollout.groups):
-        if group.path is not None and not os.path.isdir(group.path):
-            path = f"rollout.groups[{index}].path"
-            yield ConfigProblem(path=path, found=str(group.path), hint=no_directory(group.path))
     for path, directory in _other_models(config) if trains else ():
         other, problems = _read_model(path, directory, plugins, config)
         yield from problems
@@ -116,22 +132,14 @@ def _read_model(
     path: str, directory: Path, plugins: Plugins, config: Config
 ) -> tuple[dict[str, Any] | None, list[ConfigProblem]]:
     """Return a Hugging Face config, if it can be read, and the problems of its directory."""
-
-    def problem(hint: str) -> ConfigProblem:
-        return ConfigProblem(path=path, found=str(directory), hint=hint)
-
-    if model_name(path, directory) is not None:
-        return None, []  # looked up once nothing else is wrong
-    if os.path.isfile(directory):
-        return None, [problem("is a file; name the Hugging Face directory of a model")]
     if not os.path.isdir(directory):
-        return None, [problem(f"not a name on a hub, which is OWNER/NAME, and {no_directory(directory)}")]
+        return None, []  # a problem of its own, or a name
     is_critic = path == "critic.path"
     trusted = config.model.trust_remote_code
     hf, hints = read_model(
         directory, plugins, engine=config.train.engine, trust_remote_code=trusted, is_critic=is_critic
     )
-    return hf, [problem(hint) for hint in hints]
+    return hf, [ConfigProblem(path=path, found=str(directory), hint=hint) for hint in hints]
 
 
 def _stop_tokens(config: Config, hf: Mapping[str, Any]) -> Problems:
@@ -237,8 +245,11 @@ def _served_media(config: Config, spec: ModelSpec, plugins: Plugins) -> Problems
         yield ConfigProblem(path="model.modalities", found=unserved, hint=hint)
 
 
-def _chat_template(config: Config) -> Problems:
+def chat_template_rule(config: Config, user_keys: Collection[str]) -> Problems:
+    """Yield keys that need a chat template which the policy's tokenizer lacks."""
     directory = config.model.path
+    if not os.path.isdir(directory):
+        return  # a problem of its own, or a name
     tables: dict[str, Data | EvalDataset] = {"data": config.data}
     tables |= {f"eval.datasets.{name}": dataset for name, dataset in config.eval.datasets.items()}
     paths = [f"{path}.apply_chat_template" for path, table in tables.items() if table.apply_chat_template]
