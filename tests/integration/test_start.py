@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -57,14 +58,21 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[psutil.Process]:
     return processes
 
 
-def bad_row(directory: Path) -> None:
+NO_ROW = "no row"
+TOO_LONG = json.dumps({"prompt": "1+" * 5000, "label": "2"})
+"""A row that is good as far as no tokenizer is needed."""
+
+
+def bad_row(directory: Path, line: str = TOO_LONG) -> None:
     with (directory / "data.jsonl").open("a") as file:
-        file.write("no row\n")
+        file.write(f"\n{line}\n")
 
 
-@pytest.mark.parametrize("is_there", [False, True], ids=["new", "earlier run"])
+@pytest.mark.parametrize(
+    ("is_there", "line", "count"), [(False, TOO_LONG, 2), (True, TOO_LONG, 2), (True, NO_ROW, 0)]
+)
 def test_data_that_cannot_be_read_leave_no_process_and_no_trace(
-    tmp_path: Path, started: list[psutil.Process], is_there: bool
+    tmp_path: Path, started: list[psutil.Process], is_there: bool, line: str, count: int
 ) -> None:
     loaded, plugins = load(tmp_path / "in", run__directory=tmp_path / "a" / "b", run__overwrite=is_there)
     if is_there:
@@ -72,11 +80,11 @@ def test_data_that_cannot_be_read_leave_no_process_and_no_trace(
         (run / "logs").mkdir(parents=True)
         for name in ("config.toml", "environment.json", "metrics.jsonl", "logs/actor-0.log"):
             (run / name).write_text(f"the earlier {name}")
-    bad_row(tmp_path / "in")
+    bad_row(tmp_path / "in", line)
     before = snapshot(tmp_path / "a")
     with pytest.raises(DataError, match=r"data\.jsonl"):
         train(loaded, plugins)
-    assert len(started) == 2
+    assert len(started) == count
     assert wait_until_ended(started, END_S) == []
     assert snapshot(tmp_path / "a") == before
     assert (tmp_path / "a").exists() == is_there

@@ -14,8 +14,8 @@ import pytest
 from anygauge.cli import main
 from anygauge.config.model_files import missing_parts, read_model
 from anygauge.config.validate import keys
+from anygauge.data.fields import _parse_object
 from anygauge.data.problems import BadRowError
-from anygauge.data.rows import _parse_object
 from anygauge.disk import parse_toml, read_json
 from anygauge.observability.report.metrics_file import read_metrics
 from anygauge.observability.report.run_record import read_record

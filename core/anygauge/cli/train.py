@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.keys:
         return print_keys(())
     from anygauge.api.start import load, train_loaded
+    from anygauge.trainer.first_check import check_first
 
     loaded = load(
         args.config,
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         check_files=args.check_files,
     )
     if args.dry_run:
+        if args.check_files:
+            check_first(loaded.config.config, loaded.plugins)
         for line in dry_run_plan(loaded, is_probed=args.backend is None):
             _say(line)
         _print_resolved(loaded.config.config, check_files=args.check_files)
@@ -84,7 +87,7 @@ def _print_resolved(config: Config, *, check_files: bool) -> None:
         if "did you mean" in (local := each.local_clause()):
             _say(f"             as a path, {local}")
     if check_files:
-        _say("the rows of the data files are checked as a run starts")
+        _say("the first rows of the data files are checked; the others are as a run starts")
     print(dump_config(config), end="")
 
 

@@ -33,7 +33,7 @@ from anygauge.config.rules.parallel import (
 from anygauge.config.rules.placement import cluster_rule, colocation_rules, engines_rule
 from anygauge.config.rules.profile import profile_rules
 from anygauge.config.rules.resume import resume_rule
-from anygauge.config.rules.reward import label_rule, reward_functions, reward_rule
+from anygauge.config.rules.reward import reward_functions, reward_labels, reward_rule
 from anygauge.config.rules.rollout import control_functions, control_rule
 from anygauge.config.rules.weight_sync import transport_rule, weight_sync_rules
 from anygauge.config.schema import Config, Eval, EvalDataset
@@ -124,6 +124,7 @@ def check(
         correction_rules(config, plugins) if trains else (),
         sampling_rule(config) if trains else (),
         reward_functions(config, plugins),
+        reward_labels(config, plugins),
         control_functions(config, plugins),
         metric_functions(config, plugins),
         colocation_rules(config, plugins),
@@ -262,7 +263,6 @@ RULES = (
     ),
     Check(engines_rule, ("placement.rollout_workers", "rollout.prompts_per_step", "debug")),
     Check(cluster_rule, ("cluster.address", "placement.launcher")),
-    Check(label_rule, ("data.label_key", "reward", "eval.datasets")),
     Check(reward_rule, ("reward", "eval.datasets", "rollout.max_new_tokens")),
     Check(_evaluation, ("eval",)),
     Check(_best, ("save", "eval")),

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,8 +23,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from anygauge.config.rules.file import INPUTS
 from anygauge.data.cache import IndexCache, no_place
 from anygauge.data.csv_rows import count_csv_rows, is_csv, read_csv
+from anygauge.data.fields import RowFields
 from anygauge.data.lines import Line, count_lines, file_identity, read_slice
 from anygauge.data.parquet import count_rows, is_parquet, read_parquet
 from anygauge.data.problems import BadMediaError, BadRowError, Problems
@@ -30,7 +34,7 @@ from anygauge.data.rows import RowReader
 from anygauge.disk import read_json
 from anygauge_hooks.errors import DataError
 
-__all__ = ["FileIndex", "open_index"]
+__all__ = ["FileIndex", "check_first_rows", "open_index"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +44,12 @@ ROWS_AT_ONCE = 1000
 """Rows that are tokenized together."""
 ROWS_WITH_MEDIA = 50
 """Rows that are read together where they may hold whole images."""
+FIRST_ROWS = 100
+"""Rows that are looked at before the processes of a run start."""
 ROW = np.dtype([("offset", "<u8"), ("length", "<u4"), ("number", "<u4"), ("crc", "<u4")])
 """Offset and length of a row, its line or row number, and the checksum of its bytes."""
+GIVEN = re.compile(r"(.+)-[0-9a-f]{12}\.jsonl")
+"""Name of a file with the rows that a program gave."""
 _ROWS, _LINES, _SUMMARY = "rows.bin", "lines.jsonl", "index.json"
 _LARGE = 2**26
 """Bytes of a file whose first pass is worth a line in the log."""
@@ -119,6 +127,26 @@ def open_index(path: Path, rows: slice, reader: RowReader, cache: IndexCache) ->
     if key and not problems.count:
         directory = cache.keep(directory, key)
     return replace(_load(directory, path, key), problems=problems)
+
+
+def check_first_rows(path: Path, rows: slice, fields: RowFields) -> dict[str, Any]:
+    """Return the first row, once the first ones are found to be good as far as no tokenizer is needed.
+
+    :raises DataError: The file cannot be read, has no rows there, or one of the first is bad.
+    """
+    found = _converted(path, rows, fields, BytesIO()) if _is_converted(path) else read_slice(path, rows)
+    first, problems = list[dict[str, Any]](), Problems()
+    lines = list(islice(found, FIRST_ROWS))
+    for line in lines:
+        try:
+            first.append(fields.read(line.content))
+        except BadRowError as problem:
+            problems.append(_place(path, line.number), problem)
+    if problems.count:
+        problems.report(len(lines), which="first " if len(lines) == FIRST_ROWS else "")
+    if not lines:
+        raise _no_rows(path, rows)
+    return first[0]
 
 
 def _key(path: Path, rows: slice, reader: RowReader) -> dict[str, Any]:
@@ -201,7 +229,7 @@ def _make(path: Path, rows: slice, reader: RowReader, directory: Path, key: Mapp
     with ExitStack() as stack:
         output = stack.enter_context((directory / _ROWS).open("wb"))
         copy = stack.enter_context((directory / _LINES).open("wb")) if _is_converted(path) else None
-        lines = read_slice(path, rows) if copy is None else _converted(path, rows, reader, copy)
+        lines = read_slice(path, rows) if copy is None else _converted(path, rows, reader.fields, copy)
         counts, problems = _check_rows(path, lines, reader, output)
     if file_identity(path) != identity:
         raise DataError(f"{path} changed while it was read.", hint="Start again once it is complete.")
@@ -216,11 +244,11 @@ def _is_converted(path: Path) -> bool:
     return is_parquet(path) or is_csv(path)
 
 
-def _converted(path: Path, rows: slice, reader: RowReader, copy: BinaryIO) -> Iterator[Line]:
+def _converted(path: Path, rows: slice, fields: RowFields, copy: BinaryIO) -> Iterator[Line]:
     if is_csv(path):
         return read_csv(path, rows, copy)
-    needed, only_needed = reader.columns()
-    return read_parquet(path, rows, copy, needed=needed, only_needed=only_needed, media=reader.media_columns)
+    needed, only_needed = fields.columns()
+    return read_parquet(path, rows, copy, needed=needed, only_needed=only_needed, media=fields.media_columns)
 
 
 def _check_rows(
@@ -229,7 +257,7 @@ def _check_rows(
     """Write the usable rows, and return how many there are of each kind, and the bad ones."""
     problems = Problems()
     num_rows = num_dropped = num_unreadable = 0
-    at_once = ROWS_WITH_MEDIA if reader.media_columns else ROWS_AT_ONCE
+    at_once = ROWS_WITH_MEDIA if reader.fields.media_columns else ROWS_AT_ONCE
     while chunk := list(islice(lines, at_once)):
         num_rows += len(chunk)
         usable = []
@@ -280,4 +308,6 @@ def _count_rows(path: Path) -> int:
 
 
 def _place(path: Path, number: int) -> str:
+    if path.parent.name == INPUTS and (name := GIVEN.fullmatch(path.name)):
+        return f"{name[1]}: row {number - 1}"  # of a list, counted as Python does
     return f"{path}: row {number}" if _is_converted(path) else f"{path}:{number}"

@@ -60,17 +60,20 @@ class Problems:
             first, before = self.listed.get(problem, (place, 0))
             self.listed[problem] = first, before + num_rows
 
-    def report(self, num_rows: int) -> NoReturn:
+    def report(self, num_rows: int, *, which: str = "") -> NoReturn:
         """Raise the error of all rows that were added.
 
         :param num_rows: Good and bad.
+        :param which: ``"first "`` where there are more.
         :raises DataError: Always.
         """
         lines = [_line(problem, *where) for problem, where in self.listed.items()]
         more = self.count - sum(rows for _, rows in self.listed.values())
         listed = [*lines, *([f"... and {more} more"] if more else [])]
         raise DataError(
-            f"{self.count} of {num_rows} rows cannot be used:\n  " + "\n  ".join(listed), hint=self.hint
+            f"{self.count} of {f'the {which}' if which else ''}{num_rows} rows cannot be used:\n  "
+            + "\n  ".join(listed),
+            hint=self.hint,
         )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from anygauge.config.schema import Data
 from anygauge.data.conversations import TurnFinder
+from anygauge.data.fields import RowFields
 from anygauge.data.fingerprint import tokenizer_fingerprint
 from anygauge.data.media.finder import FoundMedia, MediaFinder
 from anygauge.data.problems import BadMediaError, BadRowError
@@ -18,12 +18,10 @@ from anygauge.data.template import (
     TemplateRefusal,
     as_messages,
     kind,
-    prompt_problem,
     render,
     require_template,
     takes_parts,
 )
-from anygauge.strict_json import is_nested
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Media
 
@@ -33,8 +31,6 @@ _NOT_OF_ROWS = {"train", "source", "shuffle", "cache"}
 """Settings of ``[data]`` that say nothing of a row."""
 _IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False}
 """Spares a third of the first pass."""
-_LEVELS = 64
-"""Levels of lists and objects in a row, fewer than its readers down to a reward's process take."""
 _TOKENIZED_CHARACTERS = 2**20
 """Characters of a row that are tokenized in any case: that takes some 150 MB."""
 _CHARACTERS_PER_TOKEN = 16
@@ -99,6 +95,7 @@ class RowReader:
         stop_tokens: Sequence[str] | None = None,
         media: MediaFinder | None = None,
     ) -> None:
+        self.fields = RowFields(config, stop_tokens is not None, None if media is None else media.fields)
         self._config = config
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
@@ -129,18 +126,6 @@ class RowReader:
         stops = None if self._stops is None else list(self._stops)
         media = {} if self._media is None else {"media": self._media.facts()}
         return {"tokenizer": tokenizer, "max_tokens": self._max_tokens, "stop_tokens": stops, **used, **media}
-
-    def columns(self) -> tuple[list[str], bool]:
-        """Return the fields that the config names, and whether no other is used."""
-        config = self._config
-        named = (config.input_key, config.label_key, config.metadata_key, config.tools_key)
-        media = () if self._media is None else self._media.fields.values()
-        return [key for key in (*named, *media) if key is not None], config.metadata_key is not None
-
-    @property
-    def media_columns(self) -> Collection[str]:
-        """Fields that hold media."""
-        return () if self._media is None else self._media.fields.values()
 
     @property
     def drops_media(self) -> bool:
@@ -184,7 +169,7 @@ class RowReader:
 
     def _try_render(self, content: bytes, folder: Path, keyed: bool) -> _Rendered | Row | BadRowError:
         try:
-            rendered = self._render(_parse_object(content), folder, keyed)
+            rendered = self._render(self.fields.read(content), folder, keyed)
             return self._oversize(rendered) or rendered
         except BadRowError as problem:
             return problem.with_traceback(None)
@@ -211,14 +196,8 @@ class RowReader:
 
     def _render(self, fields: dict[str, Any], folder: Path, keyed: bool) -> _Rendered:
         config = self._config
-        fields = self._decoded(fields)
-        value = _required(fields, config.input_key)
-        chats = config.apply_chat_template
-        problem = prompt_problem(value, apply_chat_template=chats, parts=self._media is not None)
-        if problem:
-            raise self._bad_prompt(f" {problem}")
-        self._check_fields(fields, value)
-        prompt = as_messages(value, config.system_prompt) if chats else value
+        value = fields[config.input_key]
+        prompt = as_messages(value, config.system_prompt) if config.apply_chat_template else value
         media: Sequence[FoundMedia] = ()
         if self._media is not None:
             placed = self._media.locate(fields, prompt, parts=self._parts)
@@ -245,34 +224,6 @@ class RowReader:
                 f": the chat template refuses it: {error}",
                 hint="The template's rules are in the model directory's chat_template.jinja.",
             ) from error
-
-    def _decoded(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return a row with the JSON that is in strings, as Parquet files hold what differs between rows."""
-        config = self._config
-        decoded = dict(fields)
-        for key in (config.metadata_key, config.tools_key):
-            if key is not None and isinstance(fields.get(key), str):
-                decoded[key] = _from_text(key, fields[key])
-        prompt = fields.get(config.input_key)
-        if config.apply_chat_template and isinstance(prompt, str) and prompt.startswith("[{"):
-            decoded[config.input_key] = _messages_or_text(config.input_key, prompt)
-        return decoded
-
-    def _check_fields(self, fields: dict[str, Any], value: str | Sequence[Message]) -> None:
-        config = self._config
-        if config.label_key is not None and (not self._sft or isinstance(value, str)):
-            _required(fields, config.label_key)
-            if fields[config.label_key] is None:
-                raise BadRowError(f"field {config.label_key!r} is null")
-        if config.metadata_key is not None:
-            metadata = _required(fields, config.metadata_key)
-            if not isinstance(metadata, dict):
-                raise BadRowError(f"field {config.metadata_key!r} is {kind(metadata)}, not an object")
-        if config.tools_key is not None:
-            tools = _required(fields, config.tools_key)
-            if tools is not None and not _are_objects(tools):
-                what = "a list of other things" if isinstance(tools, list) else kind(tools)
-                raise BadRowError(f"field {config.tools_key!r} is {what}, not a list of objects")
 
     def _with_answer(self, messages: list[Message], fields: Mapping[str, Any]) -> list[Message]:
         """Add the label as the last turn of a conversation that ends before it."""
@@ -380,98 +331,3 @@ class RowReader:
 
 def _excerpt(text: str) -> str:
     return repr(text[:_EXCERPT] + ("..." if len(text) > _EXCERPT else ""))
-
-
-def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
-def _required(fields: Mapping[str, Any], key: str) -> Any:
-    if key not in fields:
-        raise BadRowError(f"field {key!r} is missing (the row has {', '.join(map(repr, fields)) or 'none'})")
-    return fields[key]
-
-
-# -------------------------------------------------------------------------
-# JSON
-# -------------------------------------------------------------------------
-
-
-def _parse_object(content: bytes) -> dict[str, Any]:
-    fields = _parse_json(content)
-    if not isinstance(fields, dict):
-        raise BadRowError("is not a JSON object")
-    if b"\\u" in content:
-        for key, value in fields.items():
-            _check_characters(key, value)
-    return fields
-
-
-def _parse_json(content: bytes) -> Any:
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadRowError(
-            f"is not UTF-8: byte {content[error.start]:#x} at position {error.start}",
-            hint="Save the file in UTF-8, such as with `iconv -f ENCODING -t UTF-8 OLD > NEW`.",
-        ) from error
-    return _parse_text(text)
-
-
-def _parse_text(text: str) -> Any:
-    try:
-        # Without its end, or an error there would be in line 2 of 1.
-        value = _DECODER.decode(text.rstrip())
-    except json.JSONDecodeError as error:
-        raise BadRowError(f"is not JSON: {error.msg} (column {error.colno})") from error
-    except ValueError as error:
-        raise BadRowError(f"is not JSON: {error}") from error
-    except RecursionError as error:
-        raise BadRowError("is nested too deeply") from error
-    if isinstance(value, dict | list) and is_nested(value, _LEVELS):
-        raise BadRowError(f"is nested too deeply: in more than {_LEVELS} levels")
-    return value
-
-
-def _from_text(key: str, text: str) -> Any:
-    """Return the JSON that a field holds as a string."""
-    try:
-        value = _parse_text(text)
-    except BadRowError as error:
-        raise BadRowError(f"field {key!r} is a string that {error}") from error
-    _check_characters(key, value)
-    return value
-
-
-def _messages_or_text(key: str, text: str) -> Any:
-    """Return the messages that a string holds as JSON; any other string is what the user says."""
-    try:
-        value = _from_text(key, text)
-    except BadRowError:
-        return text
-    return value if _are_objects(value) and all("role" in message for message in value) else text
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise BadRowError(f"is not JSON, which has no {name}")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise BadRowError(f"has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
-    return fields
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
-
-
-def _check_characters(key: str, value: Any) -> None:
-    """Refuse lone surrogates, which JSON can write and no tokenizer can read."""
-    try:
-        json.dumps([key, value], ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise BadRowError(
-            f"field {key!r} holds {error.object[error.start]!r}, which is half a character"
-        ) from error

@@ -255,20 +255,12 @@ class FileSource:
             text=row.text,
             label=None if config.label_key is None else row.fields.get(config.label_key),
             source=file.place(position),
-            metadata=self._metadata(row.fields),
+            metadata=self._reader.fields.metadata(row.fields),
             dataset=self._names[owner],
             response=row.response,
             loss_mask=row.loss_mask,
             media=row.media,
         )
-
-    def _metadata(self, fields: dict[str, Any]) -> Mapping[str, Any]:
-        config = self._config
-        if config.metadata_key is not None:
-            metadata: dict[str, Any] = fields[config.metadata_key]
-            return metadata
-        used = {config.input_key, config.label_key, *config.multimodal_keys.values()}
-        return {key: value for key, value in fields.items() if key not in used}
 
 
 def _difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -19,7 +19,6 @@ from anygauge.data.media.finder import MediaFinder
 from anygauge.hub import localized
 from anygauge.observability.reward_parts import PartNames
 from anygauge.plugins import Plugins
-from anygauge.rollout.rewards import check_reward
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import CheckpointError, ConfigError
@@ -57,10 +56,9 @@ class Inputs:
 
 
 def read_inputs(config: Config, plugins: Plugins) -> Inputs:
-    """Read the training and evaluation data of a run and check its rewards.
+    """Read the training and evaluation data of a run.
 
     :raises DataError: A file or row cannot be used.
-    :raises RewardError: A reward function cannot be called.
     :raises HubError: A model or data file cannot be had by its name.
     """
     config = localized(config)
@@ -68,8 +66,6 @@ def read_inputs(config: Config, plugins: Plugins) -> Inputs:
     media = media_finder(config, plugins, tokenizer)
     source = _make_source(config, plugins, tokenizer, config.data, config.rollout.max_new_tokens, media)
     eval_sets = read_eval_sets(config, plugins, tokenizer, media)
-    for reward in rewards(config):
-        check_reward(reward, plugins)
     hf, spec = read_model(config, plugins)
     return Inputs(
         source=source,

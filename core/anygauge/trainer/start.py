@@ -21,6 +21,7 @@ from anygauge.runtime.signals import terminate_as_exception
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.serving.engines import is_served, launch_engines
 from anygauge.serving.served_engines import devices_of_server
+from anygauge.trainer.first_check import check_first
 from anygauge.wording import counted
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.types import RunInfo
@@ -58,16 +59,21 @@ def start_run(
 ) -> Iterator[StartedRun]:
     """Reserve the run's directory and start its processes; the block ends them, and reads the data first.
 
+    Rewards and the first rows are checked before anything else.
+
     If the block fails before it has opened the directory, that is left as it was found.
 
     :param loaded: From :func:`anygauge.config.load.load_config`.
     :param check: Raises what makes the run impossible, and takes long. It is called while the processes come
         up; also where they could not be started, which it may explain.
+    :raises RewardError: A function cannot be called as a reward.
+    :raises DataError: One of the first rows cannot be used.
     :raises CheckpointError: The run cannot have its directory.
     :raises PlacementError: There is no room for the processes.
     """
     config, components = loaded.config, run_components(loaded.config)
     times = StartTimes()
+    check_first(config, plugins)
     times.note("config")
     with terminate_as_exception(), ExitStack() as stack:
         try:

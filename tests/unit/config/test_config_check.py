@@ -36,7 +36,7 @@ Load = Callable[..., LoadedConfig]
         (["--rollout.stop_token_ids=[7, 8]"], "stop_token_ids[1]: found 8; the model's vocab_size is 8"),
         (["--reward.function=json:lodas"], "has no 'lodas'. Did you mean loads or load?"),
         (["--reward.function=json:JSONDecoder.decod"], "has no 'JSONDecoder.decod'. Did you mean decode"),
-        (["--data.label_key=none"], "data.label_key: not set; reward 'exact_match' compares with a label"),
+        (["--data.label_key=none"], "data.label_key: not set; reward 'exact_match' takes a label"),
         (
             ["--eval.data=[]", "--eval.temperature=0", "--eval.samples_per_prompt=4"],
             "greedy decoding repeats one answer",

@@ -54,7 +54,12 @@ class MoreRewards:
         (
             ["--data.label_key=none", *ONLY_PARTS],
             "data.label_key: not set",
-            "reward 'exact_match' compares with a label",
+            "reward 'exact_match' takes a label",
+        ),
+        (
+            ["--data.label_key=none", "--reward.function=anygauge.rollout.rewards:f1"],
+            "data.label_key: not set",
+            "reward 'anygauge.rollout.rewards:f1' takes a label, without a default; name the field",
         ),
         (
             ["--reward.overlong_buffer=300"],

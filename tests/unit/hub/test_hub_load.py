@@ -81,6 +81,8 @@ def test_a_dry_run_downloads_nothing_and_says_what_it_did_not_check(
     output = capsys.readouterr()
     assert "not checked" not in output.err
     assert tomllib.loads(output.out)["model"]["revision"] == COMMIT
+    assert main(["train", "c.toml", "--backend", "cpu", "--dry-run", "--data.input_key", "question"]) == 1
+    assert "train.jsonl:1: field 'question' is missing" in capsys.readouterr().err
 
 
 def test_what_was_downloaded_is_checked(load: Load, repositories: dict[str, Any]) -> None:

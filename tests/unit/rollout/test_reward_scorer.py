@@ -47,14 +47,15 @@ def test_a_wrong_part_is_found(user_module: str) -> None:
         (
             "positional",
             {},
-            "takes 'response' by position only. It is given response, label, metadata, prompt, by name.",
+            "takes 'response' by position only. Its signature is (response, /, label); it is given response, "
+            "label, metadata, prompt, by name.",
         ),
-        ("needs_more", {}, "needs 'weight'. It is given response, label, metadata, prompt, by name."),
+        ("needs_more", {}, "needs 'weight'. Its signature is (response, weight); it is given response, "),
         ("odd", {"weight": 1}, "needs 'question', 'answer'; does not take 'response', 'weight'."),
         (
             "full",
             {"bonsu": 1},
-            "does not take 'bonsu'. It is given response, label, metadata, prompt, bonsu, by name.",
+            "it is given response, label, metadata, prompt, bonsu, by name.",
         ),
         ("full", {"label": 1}, "is given 'label' by the run and by reward.options"),
         ("builtin", {}, "has no signature that Python can read"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,11 @@ from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
+    from anygauge_hooks.types import NamedFunction
 
-__all__ = ["label_rule", "reward_functions", "reward_rule"]
+__all__ = ["reward_functions", "reward_labels", "reward_rule"]
 
 HOOK = "register_reward_functions"
-LABELED = ("dapo", "exact_match", "f1", "math", "multiple_choice")
-"""Functions that compare with a label."""
 OF_ONE_FUNCTION = tuple(key for key in RewardFunction.model_fields if key != "function")
 """Keys that each part has for itself."""
 
@@ -68,13 +68,23 @@ def _parts(path: str, reward: Reward) -> Problems:
             yield ConfigProblem(path=f"{path}.{key}", found=getattr(reward, key), hint=hint)
 
 
-def label_rule(config: Config, user_keys: Collection[str]) -> Problems:
+def reward_labels(config: Config, plugins: Plugins) -> Problems:
     """Yield rewards that need a label where ``data.label_key`` is not set."""
     for section, label_key, reward in _labels(config):
         for _, name, _ in _functions(section, reward):
-            if name in LABELED and label_key is None:
-                hint = f"reward {name!r} compares with a label; name the field that holds it"
+            if label_key is None and _needs_label(plugins.find(HOOK, name)):
+                hint = f"reward {name!r} takes a label, without a default; name the field that holds it"
                 yield ConfigProblem(path=f"{section}.label_key", found=None, hint=hint)
+
+
+def _needs_label(function: NamedFunction | None) -> bool:
+    """Return whether a function has a parameter for the label, without a default; TRL's form has columns."""
+    try:
+        parameters = {} if function is None else inspect.signature(function.fn).parameters
+    except (TypeError, ValueError):
+        return False  # a problem of its own
+    label = parameters.get("label")
+    return label is not None and label.default is label.empty and "completions" not in parameters
 
 
 def _labels(config: Config) -> Iterator[tuple[str, str | None, Reward]]:

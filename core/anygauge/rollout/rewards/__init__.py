@@ -13,13 +13,14 @@ from anygauge.rollout.rewards.extraction import boxed
 from anygauge.rollout.rewards.http_client import remote
 from anygauge.rollout.rewards.matching import exact_match, f1
 from anygauge.rollout.rewards.mathematics import math
-from anygauge.rollout.rewards.scorer import Scorer, check_reward
+from anygauge.rollout.rewards.scorer import Scorer, check_columns, check_reward
 from anygauge.rollout.rewards.shaping import overlong_penalty, raw_number
 from anygauge_hooks.types import NamedFunction
 
 __all__ = [
     "Scorer",
     "boxed",
+    "check_columns",
     "check_reward",
     "dapo",
     "exact_match",

@@ -84,8 +84,9 @@ class TrlForm:
         known = {"prompts": item.prompt, "completions": completions, "completion_ids": item.completion_ids}
         given = self._columns(item) | known | dict(options)
         if missing := [name for name in self.needs if name not in given]:
+            columns = ", ".join(self._columns(item)) or "none"
             raise RewardError(
-                f"the data has no column {', '.join(missing)}; it has {', '.join(self._columns(item))}.",
+                f"the data has no column {', '.join(missing)}; it has {columns}.",
                 hint="Rename a column of the data or a parameter of the function.",
             )
         return given if self.takes is None else {name: given[name] for name in self.takes if name in given}

@@ -125,6 +125,11 @@ def _checked_parameters(name: str, fn: Any, options: Mapping[str, Any]) -> Mappi
     """
     if not callable(fn):
         raise RewardError(f"Reward function {name!r} is {type(fn).__name__}, not a function.", hint=_HINT)
+    if inspect.isclass(inspect.unwrap(fn)):
+        raise RewardError(
+            f"Reward function {name!r} is a class, whose calls return objects and no numbers.",
+            hint="Give an object of it, with a method __call__(self, response).",
+        )
     try:
         signature = inspect.signature(fn)
     except ValueError as error:
@@ -136,7 +141,11 @@ def _checked_parameters(name: str, fn: Any, options: Mapping[str, Any]) -> Mappi
     problems = "; ".join(_signature_problems(signature, options))
     if problems:
         given = ", ".join([*ARGUMENTS, *options])
-        raise RewardError(f"Reward function {name!r} {problems}. It is given {given}, by name.", hint=_HINT)
+        raise RewardError(
+            f"Reward function {name!r} {problems}. Its signature is {signature}; it is given {given}, by "
+            "name.",
+            hint=_HINT,
+        )
     return signature.parameters
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anygauge.rollout.rewards.call import LARGEST, Call, Item, Outcome, failure
 from anygauge.rollout.rewards.messages import CallSpec, Setup
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from anygauge.config.schema import Reward
     from anygauge.plugins import Plugins
 
-__all__ = ["Scorer", "check_reward"]
+__all__ = ["Scorer", "check_columns", "check_reward"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,23 @@ def check_reward(reward: Reward, plugins: Plugins) -> None:
     :raises RewardError: It cannot be called as a reward function, or none is named.
     """
     resolve_rewards(reward, plugins)
+
+
+def check_columns(
+    reward: Reward, plugins: Plugins, label_key: str | None, metadata: Mapping[str, Any]
+) -> None:
+    """Check that rows have the columns that functions in TRL's form need.
+
+    :param metadata: Columns of a row beside its prompt and its label.
+    :raises RewardError: One is missing.
+    """
+    item = Item([""], [None], [metadata], [""])
+    for part in resolve_rewards(reward, plugins, label_key=label_key):
+        if part.call.trl is not None:
+            try:
+                part.call.arguments(item)
+            except RewardError as error:
+                raise RewardError(f"{part.call.name}: {error.args[0]}", hint=error.hint) from None
 
 
 class Scorer(AbstractContextManager["Scorer"]):
