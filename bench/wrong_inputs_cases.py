@@ -494,7 +494,7 @@ def command_cases() -> Iterator[Case]:
         "init --model model --backend tpu --out new.toml": ("AG101", ("'tpu'", "cpu, cuda, npu")),
         "plan nope.toml": ("AG201", ("nope.toml", "run.toml")),
         "plan run.toml --gpu RTX9": ("AG105", ("RTX9", "--device-memory")),
-        "plan run.toml --model.path nowhere": ("AG201", ("nowhere", "config.json")),
+        "plan run.toml --model.path nowhere": ("AG201", ("nowhere", "no such directory")),
         "plan run.toml --device-memory 0.00001": ("AG203", ("train.parallel.tensor", "train.lora.rank")),
         "doctor --backend tpu": ("AG101", ("'tpu'", "cpu, cuda, npu")),
         "hooks --backend tpu": ("AG101", ("'tpu'", "cpu, cuda, npu")),

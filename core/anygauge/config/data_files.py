@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from anygauge.config.schema import DataFile
 from anygauge.wording import listed
 
-__all__ = ["NO_FILE", "WANTED", "dataset_name", "meant_slice", "split_slice", "why_no_file"]
+__all__ = ["NO_FILE", "SUFFIXES", "WANTED", "dataset_name", "meant_slice", "split_slice", "why_no_file"]
 
 NO_FILE = "no such file"
 WANTED = "name JSONL, Parquet or CSV files"
@@ -20,7 +20,8 @@ _BOUNDS = re.compile(r"@\[\s*(-?\d+)?\s*:\s*(-?\d+)?\s*\]")
 _BARE = re.compile(r"(.*[^@])(\[\s*-?\d*\s*:\s*-?\d*\s*\])")
 """A path whose slice lacks its ``@``."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+"""Suffixes of data files, in lower case."""
 _MOST_NAMED = 3
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -86,7 +87,7 @@ def why_no_file(path: Path) -> str | None:
 def _held(directory: Path) -> str:
     """Return which data files a directory has, as the end of a clause."""
     try:
-        names = sorted(path.name for path in directory.iterdir() if path.suffix.lower() in _SUFFIXES)
+        names = sorted(path.name for path in directory.iterdir() if path.suffix.lower() in SUFFIXES)
     except OSError:
         return ""
     return f" with {listed(names, _MOST_NAMED)}" if names else " without data files"

@@ -49,7 +49,7 @@ USUAL = {
     **dict.fromkeys(("algorithm.name", "algorithm.type"), "algorithm.advantage"),
     **dict.fromkeys(("model.name", "model.name_or_path"), "model.path"),
     "checkpoint": "save",
-    **dict.fromkeys(("data.path", "data.file", "data.files"), "data.train"),
+    **dict.fromkeys(("data.path", "data.file", "data.files", "data.rows", "rows"), "data.train"),
 }
 """Keys that people try first, in whose table no key has a similar name."""
 _UNIONS = (typing.Union, types.UnionType)

@@ -66,6 +66,10 @@ Load = Callable[..., LoadedConfig]
         (["--reward.options.loud=true"], "reward.options.loud: found True; 'exact_match' has no such option"),
         (["--algorithm.advantage_options={cent=true}"], "no such option; known: center, scale"),
         (['--data.train=["a.jsonl"]'], "data.train[0]: found 'a.jsonl'; no such file"),
+        (
+            ['--data.train=["What is 1+1?", "1+2="]'],
+            '; a prompt is no file but a row: {"prompt": "What is 1+1?"}',
+        ),
         (['--data.train=["*.jsonl"]'], "patterns are not expanded; name each file"),
         (['--data.train=["~/a.jsonl"]'], "~ is not expanded"),
         (['--data.train=["https://a.org/a.jsonl"]'], "addresses are not read; download the file"),

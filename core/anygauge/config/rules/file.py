@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from anygauge.config.data_files import NO_FILE, WANTED, meant_slice, split_slice, why_no_file
+from anygauge.config.data_files import NO_FILE, SUFFIXES, WANTED, meant_slice, split_slice, why_no_file
 from anygauge.config.schema import Config, DataFile
 from anygauge.hub.names import DATASETS, data_name, did_you_mean
 from anygauge_hooks.types import ConfigProblem
@@ -38,6 +39,8 @@ def data_files_rule(config: Config, user_keys: Collection[str]) -> Problems:
     for path, files in _file_lists(config):
         for index, file in enumerate(files):
             yield from _data_file(f"{path}[{index}]", file)
+            if _may_be_prompt(file.path):
+                break  # so may be the thousand that follow
 
 
 def _file_lists(config: Config) -> Iterator[tuple[str, Sequence[DataFile]]]:
@@ -61,11 +64,21 @@ def _data_file(path: str, file: DataFile) -> Problems:
         )
     elif problem := why_no_file(local):
         hint = f"{problem}; {WANTED}"
-        if problem == NO_FILE:
+        if _may_be_prompt(file.path):
+            row = json.dumps({"prompt": file.path[:50]})
+            hint = f"{NO_FILE} in {Path.cwd()}; a prompt is no file but a row: {row}"
+        elif problem == NO_FILE:
             meant = meant_slice(file.path)
             here = f"; did you mean {meant}?" if meant else _from_here(local)
             hint = _other_notation(file.path) or problem + here
         yield ConfigProblem(path=path, found=file.path, hint=hint)
+
+
+def _may_be_prompt(path: str) -> bool:
+    """Return whether what is no file here looks like text for the model."""
+    if os.path.lexists(path) or Path(path).suffix.lower() in SUFFIXES:
+        return False
+    return re.search(r"\s", path) is not None or not re.search(r"[/.*?{~]", path)
 
 
 def _other_notation(path: str) -> str:
