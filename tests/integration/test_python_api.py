@@ -149,8 +149,10 @@ def test_a_file_is_the_base_and_a_callback_may_raise(tmp_path: Path) -> None:
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         raise ZeroDivisionError(step)
 
-    with pytest.raises(ZeroDivisionError, match="1"):
+    with pytest.raises(ZeroDivisionError, match="1") as caught:
         train(recipe, on_step=on_step, overwrite=True)
+    assert caught.traceback[-1].name == "on_step"
+    assert {each.path for each in caught.traceback} == {Path(__file__)}, "no frame of anygauge"
     assert Run(tmp_path / "run").outcome == "failed"
 
 

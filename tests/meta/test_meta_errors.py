@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from runpy import run_path
 from types import ModuleType
 from typing import Any
 
@@ -219,10 +220,9 @@ def broken_image() -> None:
 
 
 def metric_that_fails() -> None:
-    def distinct(metrics: Mapping[str, float]) -> dict[str, float]:
-        return {"answers": metrics["answer"]}
-
-    custom_metrics({"my_metrics:distinct": distinct}, (), {}, step=1)
+    path = Path("my_metrics.py")
+    path.write_text('def distinct(metrics):\n    return {"answers": metrics["answer"]}\n')
+    custom_metrics({"my_metrics:distinct": run_path(str(path))["distinct"]}, (), {}, step=1)
 
 
 def long_prompt() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.api.call import Call, check_keywords
 from anygauge.api.run_view import RunView
+from anygauge.api.short_errors import short_errors
 from anygauge.api.start import evaluate_loaded, load_evaluation, say
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["evaluate"]
 
 
+@short_errors()
 def evaluate(
     source: str | Path | Mapping[str, Any] | Config | RunView | None = None,
     data: Iterable[Any] | str | Path | Mapping[str, Any] | None = None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.api.call import Call, check_keywords, rows_of
 from anygauge.api.run_view import RunView
+from anygauge.api.short_errors import short_errors
 from anygauge.api.start import load_evaluation
 from anygauge.config.tree import Tree, merge
 from anygauge_hooks.errors import DataError
@@ -36,6 +37,7 @@ OF_RUN: Mapping[str, Sequence[str]] = {
 """Keys of a run's config that decide how its model answers."""
 
 
+@short_errors()
 def generate(
     source: str | Path | Mapping[str, Any] | Config | RunView,
     prompts: str | Sequence[Any],

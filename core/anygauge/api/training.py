@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.api.call import Call, check_keywords
 from anygauge.api.run import Run
+from anygauge.api.short_errors import short_errors
 from anygauge.api.start import load, say, train_loaded
 from anygauge.failures import on_failure
 from anygauge_hooks import hookimpl
@@ -24,6 +25,7 @@ OnStep = Callable[[int, Mapping[str, float]], object]
 """Called after each step with its number and its metrics; a true result ends the run."""
 
 
+@short_errors()
 def train(
     source: str | Path | Mapping[str, Any] | Config | Run | None = None,
     data: Iterable[Mapping[str, Any]] | str | Path | Mapping[str, Any] | None = None,

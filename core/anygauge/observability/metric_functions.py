@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.named_functions import METRIC_ARGUMENTS
+from anygauge.failures import raised_at
 from anygauge_hooks.errors import MetricError
 from anygauge_hooks.rl import Group
 
@@ -78,7 +79,8 @@ def _blamed(name: str, step: int) -> Iterator[None]:
         if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > SIGNALED:
             raise
         raise MetricError(
-            f"Metric function {name!r} failed in step {step}: {type(error).__name__}: {error}",
+            f"Metric function {name!r} failed in step {step}: {type(error).__name__}: {error}"
+            f"{raised_at(error)}",
             hint="Correct the function, or take it out of run.metrics.",
         ) from error
 

@@ -120,6 +120,30 @@ def test_what_is_no_metric_function_is_refused() -> None:
         anygauge.train("m", metrics=[3])
 
 
+def test_an_error_has_no_frame_of_anygauge(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows() -> Iterator[dict[str, str]]:
+        yield ROWS[0]
+        raise ZeroDivisionError
+
+    with pytest.raises(DataError) as caught:
+        anygauge.generate("m", None)  # type: ignore[arg-type]
+    assert len(caught.traceback) == 1
+    assert caught.value.__cause__ is None
+    with pytest.raises(ZeroDivisionError) as theirs:
+        anygauge.train("m", rows())
+    assert [each.name for each in theirs.traceback[1:]] == ["rows"]
+    with monkeypatch.context() as patch:
+        patch.setattr("anygauge.config.load.validate", lambda tree: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as internal:
+            anygauge.train("m", "t.jsonl", "math")
+    assert len(internal.traceback) > 3, "nothing that the caller wrote"
+    monkeypatch.setenv("ANYGAUGE_DEBUG", "1")
+    with pytest.raises(DataError) as whole:
+        anygauge.generate("m", None)  # type: ignore[arg-type]
+    assert len(whole.traceback) > 1
+    assert isinstance(whole.value.__cause__, TypeError)
+
+
 def test_a_keyword_that_is_like_an_argument_is_refused_with_its_name() -> None:
     with pytest.raises(
         ConfigError, match=r"generate\(\) has no argument 'max_tokens'; did you mean max_new_to"
@@ -327,6 +351,14 @@ function = "exact_match"
                 "write reward.function (docs/migrate/trl.md)"
             ],
         ),
+        (
+            {"callbacks": [print]},
+            [
+                "callbacks: found ['builtins:print'] in the call; unknown key; `anygauge.train(..., "
+                "before_step=..., on_step=...)` takes functions of a step (docs/python.md)"
+            ],
+        ),
+        ({"rows": ["1+2="]}, ["rows: found ['1+2='] in the call; unknown key; did you mean data.train?"]),
     ],
 )
 def test_a_wrong_override_is_the_error_of_the_command_line(

@@ -43,7 +43,9 @@ def test_only_the_sample_that_misbehaves_fails(user_module: str, caplog: pytest.
     assert found["none"] == "returned None, which is not a number"
     assert found["memory"].startswith(f"raised MemoryError() at {user_module}.py:")
     # Python 3.12 has no frame of its own for a comprehension.
-    assert re.search(r"in (<listcomp>|misbehave): it has 0\.5 GiB \(reward\.memory_gib\)$", found["hoard"])
+    assert re.search(
+        r"in (<listcomp>|misbehave), `case .*`: it has 0\.5 GiB \(reward\.memory_gib\)$", found["hoard"]
+    )
     hung = (
         f"{user_module}:misbehave for t.jsonl:7 did not return in 1 s (1 such call so far); reward.timeout_s "
     )

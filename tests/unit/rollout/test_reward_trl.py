@@ -125,7 +125,7 @@ def test_an_error_names_the_line_of_the_function(error: BaseException) -> None:
     assert type(error).__name__ in reason
     if isinstance(error, Exception):
         assert "at test_reward_trl.py:" in reason
-        assert reason.endswith("in fails")
+        assert reason.endswith("in fails, `raise error`")
 
 
 def test_a_run_tells_the_function_its_label_and_whether_it_chats(tmp_path: Path) -> None:

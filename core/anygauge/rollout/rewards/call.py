@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import reprlib
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import dropwhile
 from numbers import Real
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from anygauge.failures import raised_at
 from anygauge.rollout.rewards import limited
 from anygauge.rollout.rewards.extraction import boxed
 from anygauge_hooks.errors import AnygaugeError, RewardError
@@ -202,13 +200,7 @@ def failure(error: BaseException) -> str:
     """Return why a call failed, as a clause: an own error's words, or what was raised where by the user."""
     if isinstance(error, AnygaugeError):
         return f"failed: {error.args[0]}" + (f" {error.hint}" if error.hint else "")
-    whole = traceback.extract_tb(error.__traceback__)
-    callers = (whole[0].filename, limited.__file__)
-    frames = list(dropwhile(lambda frame: frame.filename in callers, whole))
-    # What the user wrote, and not the library that it called.
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    place = f" at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
-    return f"raised {_shown(error)}{place}"
+    return f"raised {_shown(error)}{raised_at(error, limited.__file__)}"
 
 
 def refusal(value: Any) -> str | None:
