@@ -317,6 +317,13 @@ def test_frozen_weights_stay_as_they_are(crew: Any, make_model: Any, alone: Any,
         assert weight.equal(before[name]) == any(re.fullmatch(each, name) for each in freeze), name
 
 
+def test_every_rank_refuses_to_train_nothing(crew: Any, make_model: Any) -> None:
+    """None waits for another; see ``pp2-full`` for a rank that has nothing to train alone."""
+    train = {"freeze": [".*"]}
+    found = train_model(crew, make_model, "untied", 2, parallel={"pipeline": 2}, train=train)
+    assert all("train.freeze = ['.*'] leaves nothing to train" in each.text for each in found)
+
+
 @pytest.mark.parametrize(
     "parallel", [{"tensor": 2}, {"expert": 2, "pipeline": 2}], ids=["tp2-dp2", "ep2-pp2"]
 )

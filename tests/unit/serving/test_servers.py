@@ -162,7 +162,12 @@ def test_a_lost_server_starts_while_the_driver_trains_and_gets_weights_when_it_w
     opened.engines.wait(opened.ask(), "responses")
     fresh = (opened.servers.serving[1].address, 1)
     assert opened.trainers.pushes[1:] == [(2, [fresh])], "the weights that the trainers have by then"
+    clients = [opened.servers.pool.client(f"engine {rank}") for rank in (0, 1)]
+    assert [client.weight_version for client in clients] == [1, 2]
     assert opened.servers.lost() == {}
+    opened.servers.distrust({0: "wrong weights"})
+    opened.servers.mark([0, 1], "serving")
+    assert opened.servers.lost() == {0: "wrong weights"}, "it stays lost"
 
 
 def test_a_server_that_takes_no_weights_does_not_cost_the_others_theirs(
