@@ -44,8 +44,8 @@ ROWS_AT_ONCE = 1000
 """Rows that are tokenized together."""
 ROWS_WITH_MEDIA = 50
 """Rows that are read together where they may hold whole images."""
-FIRST_ROWS = 100
-"""Rows that are looked at before the processes of a run start."""
+FIRST_ROWS, FIRST_WITH_MEDIA = 100, 4
+"""Rows of a file that are looked at before the processes of a run start; of those with media a few."""
 ROW = np.dtype([("offset", "<u8"), ("length", "<u4"), ("number", "<u4"), ("crc", "<u4")])
 """Offset and length of a row, its line or row number, and the checksum of its bytes."""
 GIVEN = re.compile(r"(.+)-[0-9a-f]{12}\.jsonl")
@@ -136,14 +136,15 @@ def check_first_rows(path: Path, rows: slice, fields: RowFields) -> dict[str, An
     """
     found = _converted(path, rows, fields, BytesIO()) if _is_converted(path) else read_slice(path, rows)
     first, problems = list[dict[str, Any]](), Problems()
-    lines = list(islice(found, FIRST_ROWS))
+    count = FIRST_WITH_MEDIA if fields.media_columns else FIRST_ROWS
+    lines = list(islice(found, count))
     for line in lines:
         try:
             first.append(fields.read(line.content))
         except BadRowError as problem:
             problems.append(_place(path, line.number), problem)
     if problems.count:
-        problems.report(len(lines), which="first " if len(lines) == FIRST_ROWS else "")
+        problems.report(len(lines), which="first " if len(lines) == count else "")
     if not lines:
         raise _no_rows(path, rows)
     return first[0]

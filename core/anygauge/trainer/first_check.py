@@ -8,6 +8,7 @@ from typing import Any
 
 from anygauge.config.data_files import split_slice
 from anygauge.config.modalities import modalities
+from anygauge.config.rules.reward import is_scored
 from anygauge.config.schema import Config, Data, Reward
 from anygauge.data.evaluation import eval_data, eval_datasets
 from anygauge.data.fields import RowFields
@@ -28,23 +29,22 @@ def check_first(config: Config, plugins: Plugins) -> None:
     :raises RewardError: A function cannot be called as a reward, or needs a column that the rows lack.
     :raises DataError: A file cannot be read, or one of its first rows cannot be used.
     """
-    for data, reward in _sets(localized(config, download=False)):
-        if reward is not None:
+    has_media = bool(modalities(config))
+    for data, rewards in _sets(localized(config, download=False)):
+        fields = RowFields(data, config.run.task == "sft", data.multimodal_keys if has_media else None)
+        for reward in rewards:
             check_reward(reward, plugins)
-        fields = RowFields(
-            data, config.run.task == "sft", data.multimodal_keys if modalities(config) else None
-        )
         for row in _first_rows(data, fields):
-            if reward is not None:
+            for reward in rewards:
                 check_columns(reward, plugins, data.label_key, fields.metadata(row))
 
 
-def _sets(config: Config) -> Iterator[tuple[Data, Reward | None]]:
-    """Yield how each data set is read, and what scores it."""
-    rewards = [config.reward, *(each.reward or config.reward for each in eval_datasets(config).values())]
-    data = [config.data, *(eval_data(config, each) for each in eval_datasets(config).values())]
-    for each, reward in zip(data, rewards, strict=True):
-        yield each, reward if reward.function or reward.parts else None
+def _sets(config: Config) -> Iterator[tuple[Data, list[Reward]]]:
+    """Yield how each data set is read, and the reward that its samples get, if any."""
+    yield config.data, [config.reward] if is_scored(config) else []
+    for each in eval_datasets(config).values():
+        reward = each.reward or config.reward
+        yield eval_data(config, each), [reward] if reward.function or reward.parts else []
 
 
 def _first_rows(data: Data, fields: RowFields) -> Iterator[dict[str, Any]]:

@@ -121,17 +121,23 @@ def test_what_is_no_metric_function_is_refused() -> None:
 
 
 def test_an_error_has_no_frame_of_anygauge(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows() -> Iterator[dict[str, str]]:
+    def rows(error: type[BaseException] = ZeroDivisionError) -> Iterator[dict[str, str]]:
         yield ROWS[0]
-        raise ZeroDivisionError
+        raise error
 
     with pytest.raises(DataError) as caught:
         anygauge.generate("m", None)  # type: ignore[arg-type]
     assert len(caught.traceback) == 1
     assert caught.value.__cause__ is None
+    with pytest.raises(ConfigError) as evaluated:
+        anygauge.evaluate("m", checkpoints="runs/first")
+    assert len(evaluated.traceback) == 1
     with pytest.raises(ZeroDivisionError) as theirs:
         anygauge.train("m", rows())
     assert [each.name for each in theirs.traceback[1:]] == ["rows"]
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        anygauge.train("m", rows(KeyboardInterrupt))
+    assert len(interrupted.traceback) == 1
     with monkeypatch.context() as patch:
         patch.setattr("anygauge.config.load.validate", lambda tree: 1 / 0)
         with pytest.raises(ZeroDivisionError) as internal:

@@ -91,6 +91,7 @@ Load = Callable[..., LoadedConfig]
             "model.path: found './modle/x'; not a name on a hub",
         ),
         (["--model.path=Model"], "; relative paths start at the current directory"),
+        (["--model.path=Model", "--data.apply_chat_template=true"], "model.path: found 'Model'; not a name"),
         (
             ['--data.train=["hf://datasets/a.jsonl"]'],
             "data.train[0]: found 'hf://datasets/a.jsonl'; a data file's name is hf://datasets/OWNER/NAME/FILE",
@@ -240,6 +241,12 @@ def test_an_object_of_the_contract_says_what_its_function_needs(plugins: Plugins
     assert (estimator.name, estimator.kind, estimator.needs) == ("own_functions:TOKENS", "token", ("values",))
     tracker = plugins.get("register_trackers", "own_functions:function")
     assert tracker.make("run") == "run"
+
+
+def test_a_directory_is_no_prompt(load: Load, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model_dir.parent)
+    with pytest.raises(ConfigError, match=rf"found '{model_dir.name}' on the command line; is a directory"):
+        load({}, [f'--data.train=["{model_dir.name}"]'])
 
 
 def test_an_engine_is_never_a_path(plugins: Plugins) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,20 @@ def test_a_wrong_reward(load: Load, overrides: list[str], found: str, hint: str)
         load({}, overrides)
     assert found in str(error.value)
     assert f"; {hint}" in str(error.value)
+
+
+@pytest.mark.parametrize("function", ["with_default", "of_trl", "unreadable"])
+def test_a_function_that_may_need_no_label(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """Whether the data have a column of TRL's form, and whether it can be called, is checked elsewhere."""
+    (tmp_path / "some_rewards.py").write_text(
+        "def with_default(response, label=None): return 0.0\n"
+        "def of_trl(completions, label): return [0.0]\n"
+        "unreadable = max\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    load({}, ["--data.label_key=none", f"--reward.function=some_rewards:{function}"])
 
 
 @pytest.mark.parametrize("key", ["run.timeout_s", "reward.timeout_s", "placement.start_timeout_s"])

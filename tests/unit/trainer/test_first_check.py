@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from anygauge.api.data import Inputs
 from anygauge.config.schema import Config
+from anygauge.rollout.rewards.limited import Limited
 from anygauge.trainer.first_check import check_first
 from anygauge_hooks.errors import DataError, RewardError
 from anygauge_hooks.types import NamedFunction
@@ -23,18 +25,26 @@ def never(response: str) -> float:
     raise AssertionError("a check calls no function")
 
 
-def check(path: Path, reward: Callable[..., Any] = never, *, on: Path | None = None, **data: Any) -> None:
+def check(
+    path: Path,
+    reward: Callable[..., Any] = never,
+    *,
+    on: Path | None = None,
+    task: str = "rl",
+    **data: Any,
+) -> None:
     """Check a reward as a program gives it, and rows for training, or for evaluation beside good ones."""
     good = path.parent / "good.jsonl"
     good.write_text(json.dumps(ROW))
     tree = {
-        "run": {"name": "a"},
+        "run": {"name": "a", "task": task},
         "model": "m",
         "data": {"train": [str(path if on is None else good)], **data},
         "eval": {"data": [] if on is None else [str(on)]},
         "reward": {"function": "python.f"},
     }
-    plugins = plugins_with(NamedFunction(name="python.f", fn=reward, inline=True))
+    wrapped = Limited(1.0).wrap(reward)  # as a program's functions are
+    plugins = plugins_with(NamedFunction(name="python.f", fn=wrapped, inline=True))
     check_first(Config.model_validate(tree), plugins)
 
 
@@ -93,6 +103,15 @@ def test_only_the_first_rows_are_read(tmp_path: Path) -> None:
         check(path)
 
 
+def test_a_file_of_somebody_else_keeps_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "train-0123456789ab.jsonl"
+    path.write_text("{}")
+    with pytest.raises(
+        DataError, match=re.escape(f"  {path}:1: field 'prompt' is missing (the row has none)")
+    ):
+        check(path)
+
+
 def test_a_file_without_rows(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     with pytest.raises(DataError, match="has no rows"):
@@ -122,6 +141,9 @@ def of_column(completions: list[str], answer: list[str]) -> list[float]:
 def test_a_reward_that_cannot_be_called(tmp_path: Path, reward: Callable[..., Any], problem: str) -> None:
     with pytest.raises(RewardError, match=problem):
         check(given(tmp_path, ROW), reward)
+    if reward is not of_column:  # whose rows are unknown
+        with pytest.raises(RewardError, match=problem):
+            check(tmp_path / "none.jsonl", reward, source="my_source")
 
 
 def test_a_column_of_trl_may_be_the_label(tmp_path: Path) -> None:
@@ -130,3 +152,20 @@ def test_a_column_of_trl_may_be_the_label(tmp_path: Path) -> None:
     check(given(tmp_path, row), of_column, label_key=None)
     with pytest.raises(RewardError, match="has no column answer; it has none"):
         check(given(tmp_path, {"prompt": "1+2="}), of_column, label_key=None)
+
+
+def test_conversations_need_no_label_and_media_may_be_parts(tmp_path: Path) -> None:
+    user = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    check(
+        given(tmp_path, {"prompt": [user, {"role": "assistant", "content": "b"}]}),
+        task="sft",
+        apply_chat_template=True,
+        multimodal_keys={"image": "images"},
+    )
+
+
+def test_the_rows_of_sft_need_no_column_of_the_reward_of_an_evaluation(tmp_path: Path) -> None:
+    answered = given(tmp_path, {**ROW, "answer": "3"})
+    check(given(tmp_path, ROW), of_column, on=answered, task="sft")
+    with pytest.raises(RewardError, match="has no column answer"):
+        check(given(tmp_path, ROW), of_column, on=given(tmp_path, ROW), task="sft")

@@ -38,8 +38,9 @@ def data_files_rule(config: Config, user_keys: Collection[str]) -> Problems:
     """Yield data files that do not exist or are not files."""
     for path, files in _file_lists(config):
         for index, file in enumerate(files):
-            yield from _data_file(f"{path}[{index}]", file)
-            if _may_be_prompt(file.path):
+            problems = [*_data_file(f"{path}[{index}]", file)]
+            yield from problems
+            if problems and _may_be_prompt(file.path):
                 break  # so may be the thousand that follow
 
 
@@ -76,7 +77,7 @@ def _data_file(path: str, file: DataFile) -> Problems:
 
 def _may_be_prompt(path: str) -> bool:
     """Return whether what is no file here looks like text for the model."""
-    if os.path.lexists(path) or Path(path).suffix.lower() in SUFFIXES:
+    if os.path.lexists(path) or meant_slice(path) or Path(path).suffix.lower() in SUFFIXES:
         return False
     return re.search(r"\s", path) is not None or not re.search(r"[/.*?{~]", path)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from anygauge.plugins import Plugins
     from anygauge_hooks.types import NamedFunction
 
-__all__ = ["reward_functions", "reward_labels", "reward_rule"]
+__all__ = ["is_scored", "reward_functions", "reward_labels", "reward_rule"]
 
 HOOK = "register_reward_functions"
 OF_ONE_FUNCTION = tuple(key for key in RewardFunction.model_fields if key != "function")
@@ -44,7 +44,7 @@ def reward_rule(config: Config, user_keys: Collection[str]) -> Problems:
     for path, reward in _tables(config):
         if reward.parts:
             yield from _parts(path, reward)
-        elif reward.function is None and (path != "reward" or _is_scored(config)):
+        elif reward.function is None and (path != "reward" or is_scored(config)):
             hint = "name a reward: exact_match, math, package.module:function, ...; or give parts"
             yield ConfigProblem(path=f"{path}.function", found=None, hint=hint)
         longest = config.rollout.max_new_tokens
@@ -53,7 +53,7 @@ def reward_rule(config: Config, user_keys: Collection[str]) -> Problems:
             yield ConfigProblem(path=f"{path}.overlong_buffer", found=reward.overlong_buffer, hint=hint)
 
 
-def _is_scored(config: Config) -> bool:
+def is_scored(config: Config) -> bool:
     """Return whether training needs a reward."""
     return config.run.task == "rl" and config.debug.mode != "train_only"
 
@@ -92,7 +92,7 @@ def _labels(config: Config) -> Iterator[tuple[str, str | None, Reward]]:
     if config.debug.mode == "train_only":
         return
     shared = [each for each in config.eval.datasets.values() if _shares_reward_and_label(each)]
-    if _is_scored(config) or config.eval.data or shared:
+    if is_scored(config) or config.eval.data or shared:
         yield "data", config.data.label_key, config.reward
     for name, dataset in config.eval.datasets.items():
         path = f"eval.datasets.{name}"

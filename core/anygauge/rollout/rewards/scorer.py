@@ -50,11 +50,10 @@ def check_columns(
     """
     item = Item([""], [None], [metadata], [""])
     for part in resolve_rewards(reward, plugins, label_key=label_key):
-        if part.call.trl is not None:
-            try:
-                part.call.arguments(item)
-            except RewardError as error:
-                raise RewardError(f"{part.call.name}: {error.args[0]}", hint=error.hint) from None
+        try:
+            part.call.arguments(item)
+        except RewardError as error:
+            raise RewardError(f"{part.call.name}: {error.args[0]}", hint=error.hint) from None
 
 
 class Scorer(AbstractContextManager["Scorer"]):
