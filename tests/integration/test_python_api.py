@@ -178,8 +178,9 @@ def test_an_earlier_run_keeps_its_rows(model: Path, tmp_path: Path) -> None:
     second = [path.name for path in (run.directory / "inputs").iterdir()]
     assert len(second) == 1
     assert second != first
-    with pytest.raises(CheckpointError, match="has no export of its model, and no checkpoint"):
+    with pytest.raises(CheckpointError, match="has no export of its model, and no checkpoint") as caught:
         run.generate("1+2=")
+    assert len(caught.traceback) == 1, "no frame of anygauge"
 
 
 def test_a_data_frame_needs_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from anygauge.api.generation import generate
 from anygauge.api.run_view import RunView
+from anygauge.api.short_errors import short_errors
 
 __all__ = ["Run"]
 
@@ -30,6 +31,7 @@ class Run(RunView):
         """Open the directory of a run, whichever program made it."""
         return cls(directory)
 
+    @short_errors()
     def generate(self, prompts: str | Sequence[Any], **settings: Any) -> list[str]:
         """Return responses of the trained model; see :func:`anygauge.generate`.
 
