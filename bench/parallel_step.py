@@ -191,7 +191,9 @@ class Steps:
         config = make_config(layout, model, count * length)
         share = Division(layout.world, config.train.parallel).dp_rank(context.rank)
         self.engine = (random_fsdp if config.train.engine == "fsdp" else random_megatron)(config, context)
-        vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+        vocab: int = json.loads((model / "config.json").read_text())["vocab_size"]
+        if options.get("first_rank"):  # nobody embeds the tokens of other ranks
+            vocab //= layout.parallel.get("tensor", 1)
         self.batch = make_batch(make_samples(count, length, vocab, share))
         weight = 1 / (options["sequences"] * layout.world * (length - 1))
         self.batch.loss_weights = torch.full((count * (length - 1),), weight)
