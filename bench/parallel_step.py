@@ -257,7 +257,7 @@ def run_rank(
     backend = plugins.get("register_backends", options["backend"])
     a_layout = next(iter(chosen.values()))
     config = make_config(a_layout, Path(directory, a_layout.model), options["length"])
-    plugins.prepare_worker(backend, "actor", "before_vendor_import", config=config)
+    plugins.prepare_worker(backend, "actor", "before_vendor_import")
     device = plugins.make_device(backend, rank)
     from anygauge.engines.megatron.prepare import prepare_megatron
 
@@ -320,6 +320,8 @@ def results(size: int, chosen: Mapping[str, Layout], options: Mapping[str, Any])
     plugins = load_plugins()
     network: dict[str, Any] = {"interface": None, "ip_version": "any", "timeout_s": TIMEOUT_S}
     backend = plugins.get("register_backends", options["backend"])
+    engine = next(iter(chosen.values())).train.get("engine", "megatron")
+    network["train_engine"] = engine
     environment = plugins.worker_env(backend, role="actor", deterministic=False, **network)
     context = mp.get_context("spawn")
     out = context.Queue()

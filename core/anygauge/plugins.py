@@ -321,6 +321,7 @@ class Plugins:
         interface: str | None,
         ip_version: str,
         timeout_s: float,
+        train_engine: str | None = None,
     ) -> dict[str, str]:
         """Return the environment of a worker process, in which devices of other backends are hidden.
 
@@ -338,6 +339,7 @@ class Plugins:
             interface=interface,
             ip_version=ip_version,
             timeout_s=timeout_s,
+            train_engine=train_engine,
         )
         return _union("worker_env", [*hidden, *backend_env])
 

@@ -101,6 +101,7 @@ def worker_env(
     interface: str | None,
     ip_version: str,
     timeout_s: float,
+    train_engine: str | None,
 ) -> Mapping[str, str] | None:
     """Return environment variables for a worker process.
 
@@ -112,6 +113,7 @@ def worker_env(
     :param interface: Network interface of collectives (``cluster.interface``); ``None`` leaves the choice.
     :param ip_version: Which addresses collectives use: ``"any"``, ``"4"`` or ``"6"``.
     :param timeout_s: Longest wait for a collective (``run.timeout_s``), in seconds.
+    :param train_engine: Train engine of the run (``train.engine``); ``None`` outside of a run.
     :returns: The variables, or ``None``.
 
     Collecting: the union. Two values for one variable are an error that names both plugins (AG202).

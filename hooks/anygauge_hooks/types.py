@@ -334,6 +334,7 @@ class LoadedPlugins(Protocol):
         interface: str | None,
         ip_version: str,
         timeout_s: float,
+        train_engine: str | None = None,
     ) -> dict[str, str]:
         """Return the environment of a worker process."""
 

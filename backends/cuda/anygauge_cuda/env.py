@@ -24,7 +24,7 @@ __all__ = [
     "allocator",
     "expands",
     "local_device",
-    "order_kernels",
+    "order_of_kernels",
     "users_choice",
     "visible_devices",
 ]
@@ -93,14 +93,13 @@ def users_choice(defaults: Mapping[str, str]) -> Mapping[str, str]:
     return {**{name: os.environ.get(name, value) for name, value in left.items()}, **own}
 
 
-def order_kernels(train_engine: str) -> None:
-    """Have kernels start in the order of their launch if the train engine relies on it, and no user objects.
+def order_of_kernels(train_engine: str | None) -> Mapping[str, str]:
+    """Return what makes kernels start in the order of their launch, if the train engine relies on it.
 
     Megatron does, to overlap the communication of tensor and sequence parallelism. FSDP gathers weights while
     it computes, for which kernels of several streams must not wait for each other.
     """
-    if train_engine == "megatron":
-        os.environ.setdefault(CONNECTIONS, "1")
+    return {CONNECTIONS: "1"} if train_engine == "megatron" else {}
 
 
 def allocator(role: str) -> Mapping[str, str]:

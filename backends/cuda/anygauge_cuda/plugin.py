@@ -51,11 +51,8 @@ def register_backends() -> Iterable[BackendSpec]:
 
 @hookimpl
 def prepare_worker(role: str, phase: Phase, config: RunConfig | None, log: str | None) -> None:
-    """Order kernels, say where torch explains a hang or a lack of memory, and bind trainers to near cores."""
-    if config is None:
-        return
-    if phase == "before_vendor_import":
-        env.order_kernels(config.train.engine)
+    """Say where torch writes what explains a hang or a lack of memory, and bind trainers to near cores."""
+    if phase != "after_config" or config is None:
         return
     from anygauge_cuda import diagnosis, numa
 
@@ -116,9 +113,12 @@ def get_spec_provider(config: RunConfig) -> Any | None:
 
 
 @hookimpl
-def worker_env(role: str, deterministic: bool, interface: str | None, ip_version: str) -> Mapping[str, str]:
+def worker_env(
+    role: str, deterministic: bool, interface: str | None, ip_version: str, train_engine: str | None
+) -> Mapping[str, str]:
     """Set up CUDA workers."""
-    chosen = {**env.users_choice(env.WORKER), **env.allocator(role)}
+    defaults = {**env.WORKER, **env.order_of_kernels(train_engine)}
+    chosen = {**env.users_choice(defaults), **env.allocator(role)}
     exact = env.DETERMINISTIC if deterministic else {}
     return {**chosen, **exact, **socket_variables("NCCL", interface, ip_version)}
 

@@ -108,6 +108,7 @@ def worker_environment(
         interface=config.cluster.interface,
         ip_version=config.cluster.ip_version,
         timeout_s=config.run.timeout_s,
+        train_engine=config.train.engine,
     )
     interface = config.cluster.interface
     return {

@@ -204,7 +204,7 @@ def test_a_worker_is_prepared_once_its_config_is_known(
     monkeypatch.delenv(diagnosis.DUMP, raising=False)
     monkeypatch.delenv(diagnosis.HISTORY, raising=False)
     log = str(tmp_path / "actor-0.log")
-    prepare_worker(role, "before_vendor_import", None, log)
+    prepare_worker(role, "before_vendor_import", object(), log)
     prepare_worker(role, "after_config", None, log)
     assert (bound, diagnosis.DUMP in os.environ) == ([], False)
     prepare_worker(role, "after_config", object(), log)

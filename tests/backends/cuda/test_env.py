@@ -51,14 +51,10 @@ def test_kernels_are_ordered_for_megatron_alone(
     engine: str, users: str | None, expected: str | None, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One queue would have the gathers of FSDP wait for the layers beside which they run."""
-    config = SimpleNamespace(train=SimpleNamespace(engine=engine))
-    monkeypatch.setenv(env.CONNECTIONS, "")  # so that it is taken back
-    monkeypatch.delenv(env.CONNECTIONS)
+    monkeypatch.delenv(env.CONNECTIONS, raising=False)
     if users:
         monkeypatch.setenv(env.CONNECTIONS, users)
-        assert environment(plugins)[env.CONNECTIONS] == users, "the user's choice reaches other nodes"
-    plugins.prepare_worker(CUDA, "actor", "before_vendor_import", config=config)
-    assert os.environ.get(env.CONNECTIONS) == expected
+    assert environment(plugins, train_engine=engine).get(env.CONNECTIONS) == expected
 
 
 def test_trainers_and_servers_differ_in_the_allocator_alone(plugins: Plugins) -> None:

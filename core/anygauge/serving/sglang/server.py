@@ -360,6 +360,7 @@ def _environment(config: Config, context: WorkerContext) -> dict[str, str]:
         interface=config.cluster.interface,
         ip_version=config.cluster.ip_version,
         timeout_s=config.run.timeout_s,
+        train_engine=config.train.engine,
     )
     visible = {}
     if backend.visible_devices_env and context.accelerators:
