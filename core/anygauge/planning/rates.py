@@ -33,6 +33,8 @@ class Rates:
     """Seconds of the host per layer and micro-batch, forward and backward, of samples of equal length."""
     packed_layer_s: float
     """The same of samples of many lengths, which attention cannot take as a plain batch."""
+    gathered_layer_s: float
+    """The same of the FSDP engine, whose workers gather each layer."""
     step_s: float
     """Seconds of an optimizer step in which no kernel runs."""
     fsdp: float
@@ -66,6 +68,7 @@ H200 = Rates(
     passes=3.5,
     layer_s=2.5e-3,
     packed_layer_s=4.4e-3,
+    gathered_layer_s=7.5e-3,
     step_s=8e-3,
     fsdp=1.05,
     fsdp_lora=1.17,

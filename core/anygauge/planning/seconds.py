@@ -66,6 +66,8 @@ def step_seconds(
     """
     train, server = memory
     layer_s = rates.layer_s if passes.are_plain_batches else rates.packed_layer_s
+    if config.train.engine == "fsdp" and layout.workers > config.train.parallel.replicate:
+        layer_s = max(layer_s, rates.gathered_layer_s)
     common = (config, shape, layout, batches, rates, layer_s)
     parts = {
         "generate": _generation(config, shape, layout, batches, server, rates),

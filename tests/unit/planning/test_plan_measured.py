@@ -23,6 +23,8 @@ H200 = Assumptions(
 )
 LEAN: dict[str, Any] = {"loss_memory_gib": 0}
 """Keeps no logits, as the loss did before 2026-11-28."""
+ALONE = {"1.7b-data": [184.0], "1.7b-fsdp": [273.6, 222.7], "4b-fsdp": [481.1], "4b-tensor": [436.9]}
+"""Milliseconds of a rank whose exchanges take no time; of the second case on two machines."""
 FSDP: dict[str, Any] = {"engine": "fsdp"}
 LORA: dict[str, Any] = {"lora": {"rank": 16}}
 
@@ -114,6 +116,10 @@ def test_a_train_step_on_two_gpus_is_as_measured(
     memory, milliseconds = bench["planned"](bench["divided"](2, 4096)[case], "H200", "cuda")
     assert memory == pytest.approx(gib, rel=0.02)
     assert ms is None or milliseconds == pytest.approx(ms, rel=0.2)
+    if case in ALONE:
+        _, milliseconds = bench["planned"](bench["divided"](2, 4096)[case], "H200", "cuda", exchanges=False)
+        for ms in ALONE[case]:
+            assert milliseconds == pytest.approx(ms, rel=0.2)
 
 
 def test_the_memory_of_colocated_runs_is_as_measured() -> None:
