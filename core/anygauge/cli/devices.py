@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -53,9 +54,10 @@ def backend_of_gpu(plugins: Plugins, gpu: str | None) -> str | None:
     """
     if gpu is None:
         return None
-    name, _ = _known_gpu(plugins, gpu)
-    specs = plugins.collect("register_backends")
-    backends = [spec.name for spec in specs if name in spec.device_memory]
+    specs: list[BackendSpec] = plugins.collect("register_backends")
+    backends = [spec.name for spec in specs if gpu_name(gpu, spec.device_memory)]
+    if not backends:
+        raise _unknown(gpu, "known", [name for spec in specs for name in spec.device_memory])
     return backends[0] if len(backends) == 1 else None
 
 
@@ -66,35 +68,28 @@ def device_facts(
 
     :param gpu: Name of a kind of GPU.
     :param gib: Memory of a device in GiB.
-    :raises UnknownNameError: No backend names it.
+    :raises UnknownNameError: The backend does not name it.
     """
     from anygauge.planning.memory import GIB
 
     memory = None if gib is None else gib * GIB
     if gpu is not None:
-        name, usual = _known_gpu(plugins, gpu)
-        return DeviceFacts(memory or usual, name)
+        name = gpu_name(gpu, backend.device_memory)
+        if name is None:
+            raise _unknown(gpu, f"backend {backend.name} knows", [*backend.device_memory])
+        return DeviceFacts(memory or backend.device_memory[name], name)
     if memory is not None:
         return DeviceFacts(memory, None)
     return _present_device(plugins, backend)
 
 
-def _known_gpu(plugins: Plugins, gpu: str) -> tuple[str, float]:
-    """Return the name that backends have for a GPU, and its memory in bytes."""
+def _unknown(gpu: str, who: str, names: Collection[str]) -> Exception:
     from anygauge_hooks.errors import UnknownNameError
 
-    sizes = {
-        name: size
-        for spec in plugins.collect("register_backends")
-        for name, size in spec.device_memory.items()
-    }
-    name = gpu_name(gpu, sizes)
-    if name is None:
-        raise UnknownNameError(
-            f"--gpu {gpu}: not a known GPU; known: {', '.join(sizes) or 'none'}.",
-            hint="Give --device-memory GIB instead, or install the backend that has it.",
-        )
-    return name, sizes[name]
+    return UnknownNameError(
+        f"--gpu {gpu}: not a known GPU; {who}: {', '.join(names) or 'none'}.",
+        hint="Give --device-memory GIB instead, or name or install the backend that has it.",
+    )
 
 
 def gpu_name(text: str, names: Collection[str]) -> str | None:
@@ -102,10 +97,13 @@ def gpu_name(text: str, names: Collection[str]) -> str | None:
 
     >>> names = ("A100", "A100-40", "H200")
     >>> [gpu_name(text, names) for text in ("NVIDIA H200", "h200", "A100-40", "A100-SXM4-40GB", "V100")]
-    ['H200', 'H200', 'A100-40', 'A100', None]
+    ['H200', 'H200', 'A100-40', 'A100-40', None]
     """
-    words = (text.upper(), *text.upper().replace("-", " ").split())
-    return next((word for word in words if word in names), None)
+    text = text.upper()
+    name = next((word for word in (text, *text.replace("-", " ").split()) if word in names), None)
+    size = re.search(r"(\d+) ?GB", text)
+    with_size = f"{name}-{size[1]}" if size else ""
+    return with_size if with_size in names else name
 
 
 def _present_device(plugins: Plugins, backend: BackendSpec) -> DeviceFacts:

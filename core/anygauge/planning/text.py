@@ -113,8 +113,8 @@ def _layout(config: Config, plan: Plan) -> Rows:
         name = "embedded engines" if server.is_embedded else "servers"
         name += "" if server.kind == "regular" else f" for {server.kind}"
         shared = plan.shape.parameters / server.shards
-        ranks = str(server.ranks * server.copies if server.copies == server.ranks else server.ranks)
-        rows.append((name, str(server.count), str(server.shards), "1", "1", "1", ranks, _count(shared)))
+        divided = (server.shards // server.stages, server.stages, 1, 1, server.ranks)
+        rows.append((name, str(server.count), *map(str, divided), _count(shared)))
     return rows
 
 
@@ -176,7 +176,7 @@ def _host(config: Config, plan: Plan) -> Rows:
 def _time_title(plan: Plan) -> str:
     rates = plan.assumptions.rates
     assert rates is not None
-    return f"Seconds a step at most, by rates of {plan.assumptions.gpu} ({rates.measured}, {rates.source})"
+    return f"Expected seconds a step, by rates of {plan.assumptions.gpu} ({rates.measured}, {rates.source})"
 
 
 def _time(plan: Plan) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_a_plan_fits_a_terminal_and_ends_with_the_time(capsys: pytest.CaptureFix
         "Device memory",
         "Rollout engine",
         "Host and disk",
-        "Seconds a step at most",
+        "Expected seconds a step",
     ]
     assert printed.err == ""
 
@@ -73,6 +74,28 @@ def test_every_kind_of_layout_fits_a_terminal(capsys: pytest.CaptureFixture[str]
     for options in (colocated, ["--train.engine", "fsdp"], ["--run.task", "sft"]):
         assert plan("--gpu", "h200", *options) == 0
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("tensor", "other", "sizes"),
+    [
+        (2, "dp_size=4", "2 1 1 1 4 2.01"),
+        (2, "pp_size=2", "2 2 1 1 1 1.01"),
+        (4, "ep_size=4", "4 1 1 1 1 1.01"),
+    ],
+)
+def test_a_server_is_shown_as_it_is_divided(
+    tensor: int, other: str, sizes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = [
+        f"--rollout.sglang.tp_size={tensor}",
+        f"--rollout.sglang.{other}",
+        "--placement.rollout_workers",
+        "1",
+    ]
+    assert plan("--rollout.engine", "sglang", "--weight_sync.transport", "disk", *own) == 0
+    (row,) = re.findall(r"^  servers +1 +(.+) B$", capsys.readouterr().out, re.M)
+    assert row.split() == sizes.split()
 
 
 def test_json_has_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +138,7 @@ def test_workers_of_a_host_share_its_memory(
 @pytest.mark.parametrize("is_here", [True, False])
 def test_the_device_of_this_host_is_asked(is_here: bool) -> None:
     """Its driver's name leads to its rates, unless the user says another one."""
-    backend = replace(CPU, visible_devices_env="SHOWN", probe=lambda: Availability(ok=is_here))
+    backend = replace(CUDA, name="other", probe=lambda: Availability(ok=is_here))
     device = SimpleNamespace(torch_device=torch.device("cpu"), memory=lambda: {"total": 2**36})
     plugins: Any = SimpleNamespace(make_device=lambda *_: device, collect=lambda _: [CUDA])
     facts = device_facts(plugins, backend)
@@ -130,7 +153,11 @@ def test_the_device_of_this_host_is_asked(is_here: bool) -> None:
 
 def test_what_is_asked_for_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--gpu", "H2000") == 1
+    assert "--gpu H2000: not a known GPU; backend cuda knows: H200, " in capsys.readouterr().err
+    assert main(["plan", "c.toml", "--gpu", "H2000"]) == 1
     assert "--gpu H2000: not a known GPU; known: H200, " in capsys.readouterr().err
+    assert main(["plan", "c.toml", "--backend", "cpu", "--gpu", "H200"]) == 1
+    assert "--gpu H200: not a known GPU; backend cpu knows: none." in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         plan("--device-memory", "-1")
     assert stopped.value.code == 2
