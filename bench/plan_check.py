@@ -3,7 +3,7 @@
     python bench/plan_check.py --backend cuda                # eight cases of four models, on one GPU
     python bench/plan_check.py --backend cuda --cases 4b 4b-fsdp-lora --runs 5
     python bench/plan_check.py --backend cuda --shapes 135m 0.6b
-    python bench/plan_check.py --backend cuda --devices 2    # ten cases of five models, on two GPUs of a host
+    python bench/plan_check.py --backend cuda --devices 2    # twelve cases of five models, on two GPUs of a host
     python bench/plan_check.py --backend cuda --devices 8 --first-rank   # what one of eight holds, on one GPU
     python bench/plan_check.py --backend cpu --cases tiny    # that it runs, on the host
     python bench/plan_check.py --backend cpu --devices 2 --length 64 --cases tiny-data tiny-tensor
@@ -41,13 +41,13 @@ from anygauge.planning.memory import GIB
 from anygauge.planning.plan import Assumptions, make_plan
 from anygauge.planning.rates import RATES
 from anygauge.planning.shape import read_shape
+from anygauge.plugins import load_plugins
 from anygauge_cuda.plugin import CUDA
 
 MEMORY_BOUND, TIME_BOUND = 0.10, 0.20
 LONG = (4096, 4096)
 PLAIN = 512
 """Equal lengths that are multiples of this run as a plain batch in attention."""
-MASTER_BYTES = {"cuda": 2}
 HEAD = f"{'case':18}{'GiB':>8}{'planned':>9}{'ratio':>7}{'ms':>9}{'planned':>9}{'ratio':>7}  beyond"
 
 
@@ -182,7 +182,7 @@ def planned(case: Case, gpu: str, backend: str, *, exchanges: bool = True) -> tu
     rates = RATES[gpu] if exchanges else replace(RATES[gpu], link=math.inf)
     given = Assumptions(
         backend=backend,
-        master_bytes=MASTER_BYTES.get(backend, 4),
+        master_bytes=load_plugins().get("register_backends", backend).master_weight_bytes,
         device_bytes=CUDA.device_memory[gpu],
         gpu=gpu,
         rates=rates,
@@ -285,6 +285,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.length and args.devices == 1:
         parser.error("--length is for --devices: the cases of one have their own")
+    if args.first_rank and args.devices == 1:
+        parser.error("--first-rank is for --devices: it is the first of several")
     args.length = args.length or LONG[0]
     args.known = CASES if args.devices == 1 else divided(args.devices, args.length)
     if unknown := [name for name in args.cases or () if name not in args.known]:

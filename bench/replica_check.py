@@ -91,6 +91,7 @@ def between_steps(shape: str, args: argparse.Namespace) -> str:
     plugins = load_plugins()
     backend = plugins.get("register_backends", args.backend)
     network: dict[str, Any] = {"interface": None, "ip_version": "any", "timeout_s": TIMEOUT_S}
+    network["train_engine"] = "megatron"
     os.environ |= plugins.worker_env(backend, role="actor", deterministic=False, **network)
     context = mp.get_context("spawn")
     out = context.Queue()
