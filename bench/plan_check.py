@@ -3,7 +3,7 @@
     python bench/plan_check.py --backend cuda                # eight cases of four models, on one GPU
     python bench/plan_check.py --backend cuda --cases 4b 4b-fsdp-lora --runs 5
     python bench/plan_check.py --backend cuda --shapes 135m 0.6b
-    python bench/plan_check.py --backend cuda --devices 2    # twelve cases of five models, on two GPUs of a host
+    python bench/plan_check.py --backend cuda --devices 2    # twelve cases of five models, on two GPUs
     python bench/plan_check.py --backend cuda --devices 8 --first-rank   # what one of eight holds, on one GPU
     python bench/plan_check.py --backend cpu --cases tiny    # that it runs, on the host
     python bench/plan_check.py --backend cpu --devices 2 --length 64 --cases tiny-data tiny-tensor

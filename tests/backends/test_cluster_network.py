@@ -1,4 +1,4 @@
-"""What a config says of collectives reaches the vendor's library through its backend."""
+"""Settings of collectives reach the vendor's library through its backend."""
 
 from __future__ import annotations
 

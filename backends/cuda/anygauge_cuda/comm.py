@@ -8,8 +8,8 @@ from typing import Any
 __all__ = ["communicator", "group_options"]
 
 FEW_BLOCKS = 4
-"""Thread blocks of the default group, which carries agreements and barriers; large tensors go through
-Megatron's groups. The memory of a communicator grows with the thread blocks that it may use."""
+"""Thread blocks of the default group, which carries agreements and barriers; large tensors go through the
+train engines' own groups. The memory of a communicator grows with the thread blocks that it may use."""
 
 
 def communicator(options: Any, nccl_options: Any) -> Any:

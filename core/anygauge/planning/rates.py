@@ -1,4 +1,4 @@
-"""Measured rates of GPUs. Each figure is in docs/performance.md, where its date and command are."""
+"""Rates of GPUs, fitted to measured steps of docs/performance.md and docs/plan.md."""
 
 from __future__ import annotations
 

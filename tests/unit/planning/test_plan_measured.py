@@ -77,6 +77,7 @@ def colocated(shape: str, *, samples: int, prompt: int, response: int, **more: A
         ("4b", 2, LEAN | {"recompute": "elementwise"}, 82.8),
         ("4b", 4, LEAN, 122.3),
         ("4b", 2, FSDP, 86.9),
+        ("30b-a3b", 2, {}, 74.0),
         ("4b", 2, LORA, 41.2),
         ("4b", 2, FSDP | LORA, 41.2),
         ("4b", 2, LEAN | FSDP | LORA | {"recompute": "full"}, 10.6),
@@ -158,6 +159,7 @@ def test_trainers_and_servers_sleep_in_turns_where_they_did() -> None:
         ("4b", 4096, 2, LORA | {"recompute": "full"}, 509),
         ("4b", 4096, 2, FSDP | LORA | {"recompute": "full"}, 560),
         ("30b-a3b", 4096, 2, {}, 158),
+        ("30b-a3b", 4096, 2, {}, 148),
     ],
 )
 def test_the_time_of_a_train_step_is_as_measured(
