@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCH = Path(__file__).parents[2] / "bench"
 PROJECT = """
@@ -326,6 +327,14 @@ def test_a_plan_check_of_two_devices_has_the_rows_before_a_rank_that_fails(
     assert row.ms > 0
     assert "Megatron refuses" in capfd.readouterr().err
     assert dict(os.environ) == environment, "only that of the ranks hides devices"
+
+
+def test_a_lone_rank_receives_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = script("lone_rank.py", monkeypatch)["_filled"](lambda output, _: output.tolist())
+    assert run(torch.empty(5), torch.tensor([1.0, 2.0])) == [1, 2, 1, 2, 1]
+    assert run(torch.empty(2), torch.empty(0)) == [0, 0], "there is nothing to repeat"
+    whole = torch.arange(4.0)
+    assert run(whole, whole[:2]) == [0, 1, 2, 3], "others' parts of a buffer stay"
 
 
 def test_the_first_rank_takes_the_steps_of_each_division_alone(monkeypatch: pytest.MonkeyPatch) -> None:

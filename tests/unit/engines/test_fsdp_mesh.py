@@ -63,16 +63,15 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("ranks", "replicas", "names"),
-    [(4, 2, ["replicate", "shard"]), (4, 1, ["shard"]), (1, 1, [])],
+    [(6, 2, ["replicate", "shard"]), (6, 1, ["shard"]), (1, 1, [])],
     indirect=["ranks"],
 )
 @pytest.mark.usefixtures("ranks")
 def test_weights_have_groups_of_their_own_and_all_are_tried(replicas: int, names: list[str]) -> None:
     default, *own = mesh_groups(data_mesh(replicas, "cpu", 9.0))
     assert [use.name for use in own] == names
-    assert [use.group.size() for use in own] == [
-        4 // replicas if name == "shard" else replicas for name in names
-    ]
+    sizes = {"shard": 6 // replicas, "replicate": replicas}
+    assert [use.group.size() for use in own] == [sizes[name] for name in names]
     assert dist.group.WORLD is default.group
     assert default.group not in [use.group for use in own]
 
