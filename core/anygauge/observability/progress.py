@@ -74,7 +74,7 @@ class RunProgress:
         self._has_begun = True
         console = self._console = self._make_console()
         self._first_step = self._saved_step = run.step
-        self._started = self._step_started = self._clock()
+        self._started = self._step_started = self._first_step_ended = self._clock()
         if console.is_terminal and run.config.run.progress:
             if run.step or run.devices:
                 self._print(_first_line(run))
@@ -90,6 +90,8 @@ class RunProgress:
         now = self._clock()
         labels = _SHOWN if run.config.run.task == "rl" else _SHOWN_IN_SFT
         step_s, self._step_started = now - self._step_started, now
+        if run.step == self._first_step + 1:
+            self._first_step_ended = now
         if self._live is not None:
             with self._display():
                 self._live.step(run, metrics, labels, step_s, self._seconds_left(run))
@@ -164,9 +166,10 @@ class RunProgress:
         self._console, self._has_begun = None, False
 
     def _seconds_left(self, run: RunInfo) -> float:
-        done = run.step - self._first_step
-        per_step = (self._clock() - self._started) / max(done, 1)
-        return per_step * (run.total_steps - run.step)
+        """Return the time of the remaining steps; the first one, which compiles and allocates, counts alone."""
+        later = run.step - self._first_step - 1
+        since = self._first_step_ended if later > 0 else self._started
+        return (self._clock() - since) / max(later, 1) * (run.total_steps - run.step)
 
     def _stop_live(self) -> None:
         live, self._live = self._live, None

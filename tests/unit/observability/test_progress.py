@@ -94,7 +94,7 @@ def test_lines_without_a_terminal(run: RunInfo, output: io.StringIO) -> None:
     assert output.getvalue().splitlines() == [
         "run demo: 4 steps on backend cpu",
         f"step 1/4  {SHOWN}  60 s/step  3:00 left",
-        f"step 2/4  {SHOWN}  40 s/step  1:40 left",
+        f"step 2/4  {SHOWN}  40 s/step  1:20 left",
         "run demo: 4 steps in 1:06:40",
     ]
 

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     overrides = [("run.seed", args.seed), *args.overrides]
     # The inputs take a while: what is wrong with the rest is said before.
     load(RECIPE, overrides, say=lambda _: None, backend=args.backend, is_dry=True, check_files=False)
-    say(f"making the inputs in {INPUTS}: a tiny Qwen3, additions below 100")
+    say(f"making the inputs in {INPUTS}: a tiny Qwen3, additions below 100; about a minute on two cores")
     make_inputs(args.seed)
     loaded = load(RECIPE, overrides, say=say, backend=args.backend)
     train_loaded(loaded, say=say, when_built=freeze_living_objects)
