@@ -166,7 +166,7 @@ class RunProgress:
         self._console, self._has_begun = None, False
 
     def _seconds_left(self, run: RunInfo) -> float:
-        """Return the time of the remaining steps; the first one, which compiles and allocates, counts alone."""
+        """Return the time of the remaining steps. The first, which compiles and allocates, counts alone."""
         later = run.step - self._first_step - 1
         since = self._first_step_ended if later > 0 else self._started
         return (self._clock() - since) / max(later, 1) * (run.total_steps - run.step)
