@@ -73,6 +73,9 @@ def test_what_the_user_set_wins_at_both_ends(plugins: Plugins, monkeypatch: pyte
         "NCCL_IB_HCA": "mlx5",
         "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
         "TORCH_FR_BUFFER_SIZE": "0",
+        "TORCH_SYMM_MEM_ALLOCATOR": "NVSHMEM",
+        "ANYGAUGE_CUDA_BIND": "0",
+        "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "8",
     }
     for name, value in own.items():
         monkeypatch.setenv(name, value)
