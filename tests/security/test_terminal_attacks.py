@@ -17,12 +17,12 @@ import pytest
 from rich.console import Console
 
 from anygauge.cli import doctor, main
-from anygauge.cli.entry import _terminal
 from anygauge.cli.eval import print_table
 from anygauge.observability import control_characters
 from anygauge.observability.control_characters import visible
 from anygauge.observability.logs import driver_log, log_worker
 from anygauge.observability.progress import RunProgress
+from anygauge.observability.terminal_warnings import terminal_handler
 from anygauge.rollout.gateway.command import run_command
 from anygauge.rollout.rewards.process import _print
 from anygauge_hooks.errors import RolloutError
@@ -103,7 +103,7 @@ def test_an_exception_that_nobody_catches(
 
 
 def test_a_warning_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    _terminal().handle(logged())
+    terminal_handler().handle(logged())
     assert_visible(capsys.readouterr().err, 3)
 
 

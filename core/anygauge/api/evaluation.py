@@ -11,6 +11,7 @@ from anygauge.api.call import Call, check_keywords
 from anygauge.api.run_view import RunView
 from anygauge.api.short_errors import short_errors
 from anygauge.api.start import evaluate_loaded, load_evaluation, say
+from anygauge.observability.terminal_warnings import terminal_warnings
 
 if TYPE_CHECKING:
     from anygauge.config import Config
@@ -19,6 +20,7 @@ __all__ = ["evaluate"]
 
 
 @short_errors()
+@terminal_warnings()
 def evaluate(
     source: str | Path | Mapping[str, Any] | Config | RunView | None = None,
     data: Iterable[Any] | str | Path | Mapping[str, Any] | None = None,

@@ -12,6 +12,7 @@ from anygauge.api.run_view import RunView
 from anygauge.api.short_errors import short_errors
 from anygauge.api.start import load_evaluation
 from anygauge.config.tree import Tree, merge
+from anygauge.observability.terminal_warnings import terminal_warnings
 from anygauge_hooks.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ OF_RUN: Mapping[str, Sequence[str]] = {
 
 
 @short_errors()
+@terminal_warnings()
 def generate(
     source: str | Path | Mapping[str, Any] | Config | RunView,
     prompts: str | Sequence[Any],

@@ -12,6 +12,7 @@ from anygauge.api.run import Run
 from anygauge.api.short_errors import short_errors
 from anygauge.api.start import load, say, train_loaded
 from anygauge.failures import on_failure
+from anygauge.observability.terminal_warnings import terminal_warnings
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import ConfigError
 
@@ -26,6 +27,7 @@ OnStep = Callable[[int, Mapping[str, float]], object]
 
 
 @short_errors()
+@terminal_warnings()
 def train(
     source: str | Path | Mapping[str, Any] | Config | Run | None = None,
     data: Iterable[Mapping[str, Any]] | str | Path | Mapping[str, Any] | None = None,

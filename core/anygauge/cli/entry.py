@@ -31,11 +31,11 @@ from anygauge.cli.arguments import meant, split_arguments
 from anygauge.cli.torch_extensions import extension_failure
 from anygauge.distributed.garbage import skip_last_collection
 from anygauge.observability.control_characters import (
-    VisibleFormatter,
     format_exception,
     format_warning,
     visible,
 )
+from anygauge.observability.terminal_warnings import terminal_handler
 from anygauge.version import __version__
 from anygauge_hooks.errors import AnygaugeError, WorkerFailedError
 
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     skip_last_collection()
     _open_missing_streams()
     sys.excepthook = _print_uncaught
-    logging.basicConfig(handlers=[_terminal()])
+    logging.basicConfig(handlers=[terminal_handler()])
     warnings.formatwarning = format_warning
     try:
         status = _run(_parse(argv))
@@ -77,14 +77,6 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         _flushed()
         return 1
-
-
-def _terminal() -> logging.Handler:
-    """Return the handler that shows warnings on the terminal; the log of a run has more."""
-    handler = logging.StreamHandler()
-    handler.setLevel(logging.WARNING)
-    handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
-    return handler
 
 
 def _print_uncaught(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from anygauge import Config
 from anygauge.api.call import Call, check_keywords
 from anygauge.api.rewards import import_path
 from anygauge.config import load_config
+from anygauge.observability.logs import driver_log
 from anygauge.plugins import load_plugins
 from anygauge_hooks.errors import AnygaugeError, ConfigError, DataError
 
@@ -148,6 +150,31 @@ def test_an_error_has_no_frame_of_anygauge(monkeypatch: pytest.MonkeyPatch) -> N
         anygauge.generate("m", None)  # type: ignore[arg-type]
     assert len(whole.traceback) > 1
     assert isinstance(whole.value.__cause__, TypeError)
+
+
+def test_warnings_of_a_run_are_on_the_terminal_unless_the_program_logs_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loading(*_: Any, **__: Any) -> Any:
+        with driver_log(tmp_path, backend="cpu"):
+            for name in ("anygauge.health", "anygauge_cuda"):
+                logging.getLogger(name).warning("of %s\x1b[2K", name)
+        raise ConfigError("seen", hint="")
+
+    def shown(*handlers: logging.Handler) -> str:
+        root = logging.getLogger()
+        with monkeypatch.context() as patch:
+            patch.setattr(root, "handlers", list(handlers))
+            with pytest.raises(ConfigError, match="seen"):
+                anygauge.generate("m", ["a"])
+            assert root.handlers == list(handlers)
+        return capsys.readouterr().err
+
+    monkeypatch.setattr("anygauge.api.generation.load_evaluation", loading)
+    assert shown() == "WARNING: of anygauge.health\\x1b[2K\nWARNING: of anygauge_cuda\\x1b[2K\n"
+    assert shown(logging.NullHandler()) == ""
+    monkeypatch.setattr(logging.getLogger("anygauge"), "handlers", [logging.NullHandler()])
+    assert shown() == ""
 
 
 def test_a_keyword_that_is_like_an_argument_is_refused_with_its_name() -> None:
