@@ -11,9 +11,10 @@ from anygauge.api.call import Call, check_keywords, rows_of
 from anygauge.api.run_view import RunView
 from anygauge.api.short_errors import short_errors
 from anygauge.api.start import load_evaluation
-from anygauge.config.tree import Tree, merge
+from anygauge.config.tree import Tree, flatten, merge
+from anygauge.migrate.table import foreign_keys
 from anygauge.observability.terminal_warnings import terminal_warnings
-from anygauge_hooks.errors import DataError
+from anygauge_hooks.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from anygauge.config import Config
@@ -36,6 +37,26 @@ OF_RUN: Mapping[str, Sequence[str]] = {
     ),
 }
 """Keys of a run's config that decide how its model answers."""
+
+SCORED = "Leave it out: responses are not scored."
+ROWS = "Leave it out: prompts have no further columns."
+INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("rollout.samples_per_prompt", "eval.samples_per_prompt"), "Write samples_per_prompt=4."),
+    "rollout.temperature": "Write temperature=0.5.",
+    "rollout.top_p": 'Write eval={"top_p": 0.9}.',
+    "rollout.top_k": 'Write eval={"top_k": 20}.',
+    **dict.fromkeys(("data", "data.train", "eval.data", "eval.datasets"), "Give the texts as prompts."),
+    **dict.fromkeys(("eval.max_prompts", "data.max_prompt_tokens"), "Leave it out: each prompt is answered."),
+    **dict.fromkeys(("data.input_key", "data.label_key", "data.metadata_key", "data.tools_key"), ROWS),
+    **dict.fromkeys(("reward", "reward.function", "reward.parts"), SCORED),
+}
+"""Keys that :func:`generate` does not use, and what to do instead of giving them."""
+ARGUMENTS: Mapping[str, Sequence[str]] = {
+    "max_new_tokens": ("rollout.max_new_tokens", "eval.max_new_tokens"),
+    "temperature": ("eval.temperature",),
+    "seed": ("run.seed",),
+}
+"""Keys that the arguments of :func:`generate` replace."""
 
 
 @short_errors()
@@ -68,11 +89,13 @@ def generate(
     :param temperature: ``0`` decodes greedily; ``None`` takes 1, or ``rollout.temperature`` of the run.
     :param samples_per_prompt: Responses to each prompt.
     :param seed: Seeds the sampling; ``None`` takes ``run.seed``.
-    :param tables: Tables of the config, and single keys by dotted name.
+    :param tables: Tables of the config, and single keys by dotted name; those that would have no effect on
+        the responses of a call, such as ``rollout.samples_per_prompt``, are refused.
     :returns: The responses in the order of the prompts; those to one prompt follow each other.
     :raises AnygaugeError: With the codes of ``docs/errors.md``.
     """
     check_keywords(generate, tables)
+    _check_used(tables, {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed})
     of_run = _settings_of(source.config) if isinstance(source, RunView) else {}
     try:
         rows = list(rows_of([prompts] if isinstance(prompts, str) else prompts))
@@ -94,6 +117,31 @@ def generate(
 
         groups = generate_samples(evaluation.loaded.config, evaluation.loaded.plugins)
     return [sample.text for group in groups for sample in group.samples]
+
+
+def _check_used(tables: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse keys that a call does not use; a config may have them, for its training.
+
+    :param arguments: Values by name, ``None`` where the caller gave none.
+    :raises ConfigError: Names the key and what to write instead.
+    """
+    keys = {".".join(path.split(".")[:2]): path for path, value in flatten(tables).items() if value != {}}
+    for key, path in keys.items():
+        if hint := INSTEAD.get(key) or _foreign_hint(key):
+            raise ConfigError(f"generate() does not use {path}.", hint=hint)
+    for name, replaced in ARGUMENTS.items():
+        for key in replaced:
+            if arguments[name] is not None and key in keys:
+                raise ConfigError(f"generate() is given both {name} and {key}.", hint="Give one of them.")
+
+
+def _foreign_hint(name: str) -> str:
+    """Return what to write for an argument of another project, if this is one that samples."""
+    if name == "num_return_sequences":  # of transformers, which no run is imported from
+        return INSTEAD["rollout.samples_per_prompt"]
+    known = {**INSTEAD, "rollout.max_new_tokens": "Write max_new_tokens=64."}
+    meanings = [key for _, row in foreign_keys(name) for key in row.keys]
+    return next((known[key] for key in meanings if key in known), "")
 
 
 def _sampling(

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 import anygauge
 from anygauge import Config
 from anygauge.api.call import Call, check_keywords
+from anygauge.api.generation import _check_used
 from anygauge.api.rewards import import_path
 from anygauge.config import load_config
 from anygauge.observability.logs import driver_log
@@ -188,6 +189,40 @@ def test_a_keyword_that_is_like_an_argument_is_refused_with_its_name() -> None:
         anygauge.evaluate("model", checkpoints="runs/first")
     for name in ("train", "train.lr", "steps", "reward_funcs", "learning_rate"):
         check_keywords(anygauge.train, {name: 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"n": 3}, r"does not use n\.(?s:.*)samples_per_prompt=4"),
+        ({"num_return_sequences": 3}, r"(?s)does not use num_return_seq.*samples_per_prompt=4"),
+        ({"max_completion_length": 3}, "(?s)does not use max_completion_length.*max_new_tokens=64"),
+        ({"top_p": 0.9}, r'(?s)does not use top_p.*eval=\{"top_p": 0.9\}'),
+        (
+            {"rollout": {"samples_per_prompt": 3}},
+            r"(?s)use rollout\.samples_per_prompt.*samples_per_prompt=4",
+        ),
+        ({"eval.samples_per_prompt": 3}, r"(?s)use eval\.samples_per_prompt.*samples_per_prompt=4"),
+        ({"rollout.temperature": 0}, r"(?s)use rollout\.temperature.*Write temperature=0\.5"),
+        ({"eval": {"datasets": {"far": {"files": ["b"]}}}}, "(?s)use eval.datasets.far.files.*as prompts"),
+        ({"data": ROWS}, "(?s)use data.*as prompts"),
+        ({"data": {"input_key": "q"}}, r"(?s)use data\.input_key.*no further columns"),
+        ({"reward": len}, "(?s)use reward.*not scored"),
+        ({"temperature": 0, "eval": {"temperature": 1}}, r"both temperature and eval\.temperature"),
+        ({"max_new_tokens": 4, "rollout.max_new_tokens": 8}, r"both max_new_tokens and rollout\.max_new"),
+        ({"seed": 0, "run": {"seed": 1}}, r"both seed and run\.seed"),
+    ],
+)
+def test_a_key_that_generation_would_ignore_is_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        anygauge.generate("model", ["1+2="], **settings)
+
+
+def test_keys_that_decide_how_a_model_answers_are_taken() -> None:
+    _check_used(
+        {"rollout": {"max_new_tokens": 4, "stop": ["."]}, "eval.top_p": 0.9, "data": {}, "train.dtype": "x"},
+        {"max_new_tokens": None, "temperature": 0.5, "seed": None},
+    )
 
 
 def test_a_wrong_config_object_is_the_error_of_a_file() -> None:
