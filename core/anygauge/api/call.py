@@ -57,12 +57,11 @@ class Call:
     ) -> Call:
         """Return the call of :func:`anygauge.train`'s arguments.
 
-        :raises AnygaugeError: An argument is of a kind that cannot be used.
+        :raises AnygaugeError: An argument is of a kind that cannot be used, or a key is given twice.
         """
         functions = GivenFunctions()
-        above = tree_of(_with_model(tables), functions.name)
-        if reward is not None:
-            above = merge(above, tree_of({"reward": reward_table(reward)}, functions.name))
+        given = {} if reward is None else {"reward": reward_table(reward)}
+        above = tree_of({**_with_model(tables), **given}, functions.name)
         file, base = _base(source, functions)
         call = cls(file, base, above, functions)
         if reward is not None:

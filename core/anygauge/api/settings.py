@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import Section
-from anygauge.config.tree import Tree, merge, put
+from anygauge.config.tree import Tree, covers, flatten, merge, put
+from anygauge_hooks.errors import ConfigError
 
 if TYPE_CHECKING:
     from anygauge.api.run_view import RunView
@@ -26,6 +28,7 @@ def tree_of(values: Mapping[str, Any], name_function: NameFunction) -> Tree:
 
     :param values: Tables by section, ``{"train": {"lr": 1e-5}}``, and values by dotted name,
         ``{"train.lr": 1e-5}``.
+    :raises ConfigError: A key is given twice, or beside a value in place of its table.
 
     >>> tree_of({"train": {"lr": 1e-5}, "train.dtype": "float32"}, lambda key, function: "")
     {'train': {'lr': 1e-05, 'dtype': 'float32'}}
@@ -34,8 +37,23 @@ def tree_of(values: Mapping[str, Any], name_function: NameFunction) -> Tree:
     for key, value in values.items():
         below: Tree = {}
         put(below, key, _plain(value, key, name_function))
+        _check_once(tree, below)
         tree = merge(tree, below)
     return tree
+
+
+def _check_once(tree: Tree, more: Tree) -> None:
+    """Refuse a key that both trees have, of which the later one would replace the other unnoticed."""
+    given, added = ([key for key, value in flatten(each).items() if value != {}] for each in (tree, more))
+    for other, key in product(given, added):
+        if other == key:
+            raise ConfigError(f"{key} is given twice.", hint="Give it in its table or by its dotted name.")
+        if covers(other, key):
+            table = min(other, key, key=len)
+            raise ConfigError(
+                f"{other} and {key} are both given, and only one of them can hold.",
+                hint=f"Write {table}={{...}} with its keys, or dotted names alone.",
+            )
 
 
 def _plain(value: Any, key: str, name_function: NameFunction) -> Any:

@@ -372,6 +372,24 @@ def test_tables_and_dotted_names_are_one_tree() -> None:
     assert above["placement"] == {"launcher": "local"}
 
 
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        (
+            {"rollout": {"max_new_tokens": 4}, "rollout.max_new_tokens": 8},
+            r"rollout\.max_new_tokens is given twice",
+        ),
+        ({"train": 1e-5, "train.lr": 1e-3}, r"train and train\.lr are both given(?s:.*)train=\{\.\.\.\}"),
+        ({"train.lr": 1e-3, "train": 1e-5}, r"train\.lr and train are both given(?s:.*)train=\{\.\.\.\}"),
+        ({"reward": "math", "reward.function": "exact_match"}, r"reward\.function is given twice"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(tables: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        tree(**tables)
+    assert tree(**{"train": {}, "train.lr": 1e-3, "train.parallel": {}})["train"]["lr"] == 1e-3
+
+
 def test_the_first_argument_is_a_model_a_tree_or_a_config() -> None:
     assert tree("org/name")["model"] == {"path": "org/name"}
     assert tree(None, model=Path("dir"))["model"] == {"path": "dir"}
