@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anygauge.config.schema import DataFile
 from anygauge.failures import on_failure
 from anygauge_hooks.errors import DataError
 
@@ -29,8 +30,33 @@ class WrittenRows:
 
 
 def is_table(data: object) -> bool:
-    """Return whether data is a table of the config, such as ``{"train": ["a.jsonl"]}``."""
-    return isinstance(data, Mapping) and not any(hasattr(each, "column_names") for each in data.values())
+    """Return whether data is a table of the config, such as ``{"train": ["a.jsonl"]}``.
+
+    :raises DataError: It is a dict of splits, as ``datasets`` loads them.
+    """
+    if not isinstance(data, Mapping):
+        return False
+    if any(_is_split(each) for each in data.values()):
+        raise _of_splits(data)
+    return True
+
+
+def _of_splits(data: Mapping[str, object]) -> DataError:
+    names = [*map(repr, data)]
+    return DataError(
+        f"The data is a dict of splits: {', '.join(names)}.",
+        hint=f"Give one of them, such as data[{names[0]}]; train() takes another as eval_data.",
+    )
+
+
+def _is_split(value: object) -> bool:
+    """Return whether a value is rows: a table of the config has paths, or tables with a path, there."""
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        return False
+    if not isinstance(value, list | tuple):
+        return True  # a Dataset, a DataFrame or an iterator
+    row = value[0] if value else None
+    return isinstance(row, Mapping) and "path" not in row and not row.keys() <= DataFile.model_fields.keys()
 
 
 def is_rows(data: object) -> bool:
@@ -40,9 +66,8 @@ def is_rows(data: object) -> bool:
     """
     if isinstance(data, str | Path):
         return False
-    if isinstance(data, Mapping):  # of datasets: a DatasetDict
-        names = ", ".join(map(repr, data))
-        raise DataError(f"The data has several splits: {names}.", hint="Give one of them: data[NAME].")
+    if isinstance(data, Mapping):
+        raise _of_splits(data)
     if isinstance(data, list | tuple):
         return not (data and all(isinstance(each, str | Path) for each in data))
     if not isinstance(data, Iterable):

@@ -45,6 +45,8 @@ _log = logging.getLogger(__name__)
 _BACKEND_NAME = re.compile(r"[a-z][a-z0-9_]*")
 COMMAND_LINE = "on the command line"
 IN_CALL = "in the call"
+MOST_SHOWN = 20
+"""Problems that an error prints: rows in place of a file have three each."""
 _LONGEST_VALUE = 120
 _MISSPELLED = 0.7
 """Similarity from which a name is taken for a slip: ``cudaa`` for ``cuda``, but not ``tpu`` for ``npu``."""
@@ -114,7 +116,8 @@ def load_config(
     :param trains: As of :func:`~anygauge.config.check.check`.
     :param defers_models: Whether to leave the checks of models, which import torch, to
         :attr:`LoadedConfig.check_models` if nothing else is wrong.
-    :raises ConfigError: Every problem found: in the file, in any ``[on.X]`` table, on the command line.
+    :raises ConfigError: Every problem found: in the file, in any ``[on.X]`` table, on the command line; of
+        more than 20 the first, and the number of the others.
     :raises ConfigConflictError: Two plugins want different values for one key.
     :raises HubError: A model or data file cannot be had by its name.
     """
@@ -334,7 +337,9 @@ def _for_the_shell(problem: ConfigProblem) -> str:
 
 def _error(path: str | Path, lines: Sequence[str]) -> ConfigError:
     hint = "`anygauge keys WORD` explains the keys that have a word."
-    return ConfigError("\n  ".join([f"{path} has {counted(len(lines), 'problem')}:", *lines]), hint=hint)
+    more = [f"and {len(lines) - MOST_SHOWN} more"] if len(lines) > MOST_SHOWN else []
+    shown = [f"{path} has {counted(len(lines), 'problem')}:", *lines[:MOST_SHOWN], *more]
+    return ConfigError("\n  ".join(shown), hint=hint)
 
 
 def _explain(error: ValidationError) -> ConfigError:

@@ -10,6 +10,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, TypeGuard
 
 from pydantic import BaseModel, ValidationError
@@ -250,6 +251,7 @@ def _unknown_hint(loc: Sequence[int | str]) -> str:
     return f"unknown key; known here: {', '.join(known)}"
 
 
+@cache  # each of many rows may have the key
 def _foreign_hint(name: str) -> str:
     """Return the keys that an argument of another project has here, if it is one."""
     if any(path.startswith(f"{name}.") for path in rows("verl")):

@@ -256,9 +256,11 @@ def test_the_same_rows_have_the_same_file_so_that_a_run_can_be_resumed() -> None
         (Path("a.jsonl"), ["a.jsonl"]),
         (["a.jsonl", Path("b.parquet")], ["a.jsonl", "b.parquet"]),
         ({"train": ["a.jsonl"]}, ["a.jsonl"]),
+        ({"train": [{"path": "a.jsonl", "wieght": 1}]}, [{"path": "a.jsonl", "wieght": 1}]),
+        ({"train": [{"name": "a"}]}, [{"name": "a"}]),
     ],
 )
-def test_paths_stay_paths(data: Any, expected: list[str]) -> None:
+def test_paths_stay_paths(data: Any, expected: list[Any]) -> None:
     assert tree(data=data)["data"]["train"] == expected
 
 
@@ -283,7 +285,10 @@ def test_what_the_rows_have_decides_what_nobody_set() -> None:
         ([{"prompt": object()}], "row 0 cannot be written as JSON"),
         ([{"prompt": float("nan")}], "row 0 cannot be written as JSON"),
         ([*ROWS, ["1+2="]], "row 2 is list, not a dict"),
-        ({"train": Dataset(), "test": Dataset()}, "several splits: 'train', 'test'"),
+        ({"train": Dataset(), "test": Dataset()}, r"dict of splits: 'train', 'test'(?s:.*)data\['train'\]"),
+        ({"train": ROWS}, "dict of splits: 'train'"),
+        ({"train": Frame()}, "dict of splits: 'train'"),
+        ({"train": iter(ROWS)}, "dict of splits: 'train'"),
         (7, "The data is int, which has no rows"),
     ],
 )

@@ -19,6 +19,16 @@ from anygauge_hooks.types import Availability, BackendSpec, ConfigProblem
 Load = Callable[..., LoadedConfig]
 
 
+@pytest.mark.parametrize(("number", "last"), [(20, "key19: found 0"), (23, "and 3 more")])
+def test_no_more_than_twenty_problems_are_printed(load: Load, number: int, last: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"train": "\n".join(f"key{index} = 0" for index in range(number))})
+    first, *lines = str(caught.value.args[0]).splitlines()
+    assert first.endswith(f"has {number} problems:")
+    assert len(lines) == min(number, 21)
+    assert last in lines[-1]
+
+
 def test_precedence_is_defaults_file_backend_command_line(load: Load) -> None:
     tables = {"train": "lr = 1e-3\nwarmup_steps = 7", "on.cpu.train": "lr = 2e-3\nweight_decay = 0.1"}
     train = load(tables).config.train
