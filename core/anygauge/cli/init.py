@@ -222,10 +222,10 @@ def _division_of(hf: Mapping[str, Any]) -> Callable[[Config], bool]:
 def _cached(text: str) -> Path | None:
     """Return the directory of a name that is in the cache.
 
-    :raises ConfigError: It is no name.
+    :raises ConfigError: It is no name, or a path below a directory that is here.
     """
     from anygauge.config.schema import Hub
-    from anygauge.hub import cached_model
+    from anygauge.hub import cached_model, sizes_command
     from anygauge.hub.names import did_you_mean, model_name
     from anygauge_hooks.errors import ConfigError
 
@@ -237,7 +237,14 @@ def _cached(text: str) -> Path | None:
             f"--model {text}: no such directory, and not the name of a model either{meant or '.'}",
             hint="Name a Hugging Face directory that exists here, or OWNER/NAME on the hub.",
         )
-    return cached_model(name, Hub())
+    cached = cached_model(name, Hub())
+    if cached is None and os.path.isdir(name.owner):
+        raise ConfigError(
+            f"--model {text}: {name.local_clause()}",
+            hint=f"Name a directory that exists; if {name.repository} is a model on the hub, "
+            f"run `{sizes_command(name, Hub())}` first.",
+        )
+    return cached
 
 
 def _has_template(directory: Path) -> bool:

@@ -43,6 +43,11 @@ class HubName:
             return f"{self.repository}{revision}"
         return f"{DATASETS}{self.repository}{revision}/{self.file}{self.rows}"
 
+    @property
+    def owner(self) -> str:
+        """First part of the repository's name."""
+        return self.repository.partition("/")[0]
+
     def local_clause(self) -> str:
         """Return that a model's name is no directory here, with directories that were meant, as a clause."""
         if self.kind != "model":

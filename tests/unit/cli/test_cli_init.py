@@ -224,6 +224,10 @@ def test_a_link_to_nothing_is_not_followed(capsys: pytest.CaptureFixture[str]) -
         ("", "--model is empty"),
         ("file", "--model file is a file"),
         ("../x/y", "no such directory, and not the name"),
+        (
+            "tiny/y",
+            "did you mean tiny/x?\n  Name a directory that exists; if tiny/y is a model on the hub, run `hf",
+        ),
         ("./tinny/x", "--model ./tinny/x: no such directory, and not the name of a model either; did you "),
         ("x" * 300, "no such directory, and not the name"),
         ("owner/" + "x" * 300, "no such directory, and not the name"),
