@@ -81,9 +81,9 @@ TRIED: Mapping[str, tuple[str, Sequence[tuple[str, int, int, int, str]]]] = {
     "trl": (
         "TRL of 2026-07-24 (commit f2cd57710)",
         (
-            ("examples/scripts/rloo.py", 14, 3, 8, "data.train"),
-            ("examples/scripts/grpo_vlm.py", 3, 1, 10, "model, data.train"),
-            ("examples/scripts/gspo.py", 3, 1, 10, "model, data.train"),
+            ("examples/scripts/rloo.py", 14, 3, 8, "data.train, reward.function"),
+            ("examples/scripts/grpo_vlm.py", 3, 1, 10, "model, data.train, reward.function"),
+            ("examples/scripts/gspo.py", 3, 1, 10, "model, data.train, reward.function"),
             ("examples/scripts/grpo_agent.py", 2, 0, 12, "model, data.train, reward.function"),
             ("examples/scripts/sft_gemma3.py", 6, 2, 6, "model, data.train"),
             ("examples/scripts/openenv/wordle.py", 6, 3, 16, "model, data.train, reward.function"),

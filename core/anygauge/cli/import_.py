@@ -27,6 +27,7 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 NO_SGLANG = "SGLang is not installed"
 CHECK = "`anygauge train --dry-run --no-file-check`"
 TITLE = "# Written by `{command}` from {file}.\n# docs/migrate/{project}.md has the table of arguments.\n\n"
+TODO = "To complete, and to uncomment:"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         tree = _tree(result, file)
     command = shlex.join(["anygauge", "import", args.project, file.name])
     title = TITLE.format(command=ascii(command)[1:-1], file=ascii(file.name)[1:-1], project=args.project)
-    _write(args, title + tomli_w.dumps(tree))
+    todo = "".join(f"# {line}\n" for line in (TODO, *result.todo)) + "\n" if result.todo else ""
+    _write(args, title + todo + tomli_w.dumps(tree))
     _report(result)
     _check(tree, args.backend)
     return 0

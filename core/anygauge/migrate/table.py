@@ -77,6 +77,8 @@ class Imported:
     unneeded: list[str] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)
     """Arguments without a counterpart, each with the reason or what to do instead."""
+    todo: list[str] = field(default_factory=list)
+    """Keys that only the user can complete, as lines of TOML outside of any table."""
 
     def put(self, key: str, value: Any) -> None:
         """Set a key, unless the value is ``None``, not known, or nothing that TOML can have."""
@@ -121,11 +123,17 @@ def foreign_keys(name: str) -> Iterator[tuple[str, Row]]:
 def convert(project: str, source: Input, rules: Rules) -> Imported:
     """Return the config that the arguments of another project's script or config amount to.
 
-    :raises ValueError: None of them is an argument of the project.
+    :raises ValueError: None of them is an argument of the project, or more of them are another's.
     """
     result, table = Imported(), rows(project)
-    if all(_row_of(table, name) is None for name in source.arguments):
+    known = {
+        each: sum(_row_of(rows(each), name) is not None for name in source.arguments) for each in PROJECTS
+    }
+    if not known[project]:
         raise ValueError(f"none of its arguments is in the table of {project}")
+    most = max(PROJECTS, key=known.__getitem__)
+    if known[most] > known[project]:
+        raise ValueError(f"its arguments are those of {most}: `anygauge import {most} FILE`")
     for name, value in source.arguments.items():
         _convert(table, name, value, result)
     for name, row in table.items():

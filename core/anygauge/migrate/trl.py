@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -25,6 +25,11 @@ LISTS = ("lora_target_modules", "lora_modules_to_save", "report_to", "reward_fun
 EPOCHS = "num_train_epochs"
 LINEAR = "linear"
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", LINEAR: "cosine"}
+ACCURACY = "accuracy_reward"
+MOVE = (
+    'move the function into a module and set reward.function = "my_rewards:NAME", or [reward.parts] for '
+    "several; TRL's signature is taken"
+)
 MODES = {"truncate": "tis", "mask": "mis"}
 
 
@@ -49,11 +54,13 @@ def _read_command(text: str) -> Input:
         )
         if at is None:
             continue
+        command = options(words[at + 1 :], lists=LISTS)
+        if "trl" not in names[:at] and not command.arguments.keys() & rows("trl").keys():
+            continue  # a script of somebody else
         task = next((kind for kind in ("rloo", "sft") if kind in names[at]), "grpo")
         launched = {k: v for k, v in options(words[:at]).arguments.items() if k == "num_processes"}
-        command = options(words[at + 1 :], lists=LISTS)
         return Input({TASK: task, **launched, **command.arguments}, command.notes)
-    raise ValueError("it calls neither trl nor a Python script")
+    raise ValueError("it calls neither trl nor a Python script with arguments of TRL")
 
 
 # -------------------------------------------------------------------------
@@ -211,16 +218,38 @@ def _engine(given: Mapping[str, Any], out: Imported) -> None:
 def _reward(given: Mapping[str, Any], out: Imported) -> None:
     functions = given.get("reward_funcs")
     names = [] if functions is None else function_names(functions)
-    if "accuracy_reward" in names:
-        out.put("reward.function", "math")
+    if ACCURACY in names:
         out.put("data.label_key", "solution")
+    if names == [ACCURACY]:
+        out.put("reward.function", "math")
+    else:
+        # A part of the reward alone would train another objective: without any, the config is not complete.
+        out.todo += _reward_lines(names)
     for name in names:
-        if name != "accuracy_reward":
-            text = (
-                f'{name}: move the function into a module and set reward.function = "my_rewards:NAME", or '
-                "[reward.parts] for several; TRL's signature is taken"
-            )
-            out.miss("reward_funcs", text)
+        if name != ACCURACY:
+            out.miss("reward_funcs", f"{name}: {MOVE}")
     if not names:
         out.miss("reward_funcs", "set reward.function (docs/rewards.md)")
     out.put("data.label_key", out.keys.get("data.label_key", "none"))
+
+
+def _reward_lines(names: Sequence[str]) -> list[str]:
+    """Return lines for a reward whose functions are still to be moved."""
+    if len(names) < 2:
+        return [f"reward.function = {_function(name)}" for name in names]
+    parts = [name.rpartition(".")[2] if _is_path(name) else f"part_{at}" for at, name in enumerate(names)]
+    return [
+        f"reward.parts.{part}.function = {_function(name)}" for part, name in zip(parts, names, strict=True)
+    ]
+
+
+def _function(name: str) -> str:
+    """Return the function that a name of TRL stands for, as TOML; where it is not known, as an example."""
+    if name == ACCURACY:
+        return '"math"'
+    module, _, function = name.rpartition(".") if _is_path(name) else ("", "", "NAME")
+    return f'"{module or "my_rewards"}:{function}"'
+
+
+def _is_path(name: str) -> bool:
+    return name.isascii() and all(part.isidentifier() for part in name.split("."))

@@ -38,7 +38,7 @@ PARSER = (
 def read_script(text: str) -> Input:
     """Read the arguments of the first config, trainer and ``LoraConfig`` of a script.
 
-    :raises ValueError: It is not Python, or has none of them.
+    :raises ValueError: It is not Python, or has no config and no trainer of TRL.
     """
     nodes = _nodes(text)
     constants = _constants(nodes, _constants(nodes, {}))
@@ -56,7 +56,7 @@ def read_script(text: str) -> Input:
         ]
         if loaded and all(each == loaded[0] for each in loaded):
             arguments["train_dataset"] = loaded[0]
-    if not arguments and not any(name in text for name in TRAINERS):
+    if TASK not in arguments and not any(name in text for name in TRAINERS):
         raise ValueError("it calls no GRPOConfig, GRPOTrainer, SFTConfig or SFTTrainer")
     return Input(arguments, (*notes, *([PARSER] if "TrlParser" in text else [])))
 

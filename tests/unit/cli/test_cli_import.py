@@ -69,6 +69,37 @@ def test_a_missing_sglang_is_no_fault_of_the_config(
 
 
 @pytest.mark.parametrize(
+    ("functions", "reward"),
+    [
+        ("own", {"function": "my_rewards:own"}),
+        (
+            '[own, "accuracy_reward", lambda x: 0.0, "p.q.own_too"]',
+            {
+                "parts": {
+                    "own": {"function": "my_rewards:own"},
+                    "accuracy_reward": {"function": "math"},
+                    "part_2": {"function": "my_rewards:NAME"},
+                    "own_too": {"function": "p.q:own_too"},
+                }
+            },
+        ),
+    ],
+)
+def test_functions_that_must_be_moved_are_to_be_uncommented(
+    functions: str, reward: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part of them alone would be another objective."""
+    script = tmp_path / "a.py"
+    script.write_text(f"GRPOTrainer('m', {functions})")
+    assert main(["import", "trl", str(script), "--backend", "cpu"]) == 0
+    printed = capsys.readouterr()
+    assert "reward" not in tomllib.loads(printed.out)
+    needed = printed.err.partition("not complete yet:")[2]
+    assert "reward.function: not set" in needed
+    assert tomllib.loads(printed.out.replace("# reward.", "reward."))["reward"] == reward
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"echo", "is no script or config of slime"),

@@ -327,11 +327,11 @@ def test_trl() -> None:
         **{"algorithm.kl_coef": 0.04, "algorithm.kl_type": "k3", "algorithm.clip_high": 0.28},
         **{"algorithm.loss_aggregation": "constant_length", "algorithm.advantage_options": {"scale": False}},
         **{"algorithm.correction": {"tis": {"level": "token", "low": 0.0, "high": 3.0}}},
-        **{"reward.function": "math", "data.label_key": "solution", "run.trackers": ["jsonl", "wandb"]},
+        **{"data.label_key": "solution", "run.trackers": ["jsonl", "wandb"]},
         **{"rollout.engine": "sglang", "placement.colocated": True, "train.lr_schedule": "cosine"},
     }
     assert {key: keys.get(key) for key in expected} == expected
-    assert "train.lr" not in keys
+    assert not {"train.lr", "reward.function"} & keys.keys()
     assert "set train.lr" in missing["learning_rate"]
     assert "brief" in missing["reward_funcs"]
     assert "hf://datasets/org/data/" in missing["train_dataset"]
@@ -487,7 +487,10 @@ def test_a_default_without_a_counterpart_is_said(project: str, text: str, argume
         ("trl", "a.py", "GRPOConfig(", "not Python"),
         ("trl", "a.py", "GRPOConfig(a=" + "-" * 50_000 + "1)", "not Python"),
         ("trl", "a.py", "x\0", "not Python"),
+        ("trl", "a.py", "LoraConfig(r=4)", "calls no GRPOConfig"),
         ("trl", "a.sh", "echo hello", "neither trl nor a Python script"),
+        ("trl", "a.sh", f"python3 prepare.py --to x\n{VERL}", "neither trl nor a Python script"),
+        ("trl", "a.sh", "python3 train.py --hf-checkpoint m --lr 1 --seed 3", "`anygauge import slime FILE`"),
     ],
 )
 def test_other_texts_are_refused(project: str, name: str, text: str, message: str) -> None:
