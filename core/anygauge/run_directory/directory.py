@@ -29,7 +29,7 @@ from anygauge.observability.report.run_files import ENVIRONMENT_FILE
 from anygauge.observability.timeline import TIMELINE_FILE
 from anygauge.run_directory.checkpoint_reader import DIRECTORY as CHECKPOINTS
 from anygauge.run_directory.checkpoint_reader import Checkpoint, checkpoint_paths, latest_checkpoint
-from anygauge.run_directory.resume import apply_changes, is_changed, set_aside
+from anygauge.run_directory.resume import check_changes, is_changed, log_changes, set_aside
 from anygauge.wording import listed
 from anygauge_hooks.errors import CheckpointError
 
@@ -93,7 +93,7 @@ class RunDirectory:
             )
 
     def begin(self) -> None:
-        """Write the config, and set aside output that was written after the checkpoint.
+        """Say what changed, write the config, and set aside output that was written after the checkpoint.
 
         Called once the run is known to be able to go on: until then the directory is as it was.
 
@@ -101,6 +101,8 @@ class RunDirectory:
         """
         try:
             if self.continues:
+                if not _took_no_step(self.path):
+                    log_changes(self.path / CONFIG_FILE, self.config)
                 set_aside(self.path, self.checkpoint)
                 self._keep_old_config()
             # At every moment the directory has a whole config: it is what makes it a run's.
@@ -222,7 +224,7 @@ def _resumed(directory: Path, config: Config) -> RunDirectory:
     if is_unstarted:
         logger.warning("the run in %s ended before its first step: it starts again", directory)
     elif continues:
-        apply_changes(directory / CONFIG_FILE, config)
+        check_changes(directory / CONFIG_FILE, config)
         checkpoint = latest_checkpoint(directory)
         _check_steps(checkpoint, config)
     if config.run.resume and checkpoint is None and not is_unstarted:

@@ -22,7 +22,7 @@ from anygauge.run_directory.checkpoint_reader import Checkpoint, checkpoint_path
 from anygauge.run_directory.checkpoints import SUPERSEDED, append_only_files, installed_packages
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["apply_changes", "is_changed", "set_aside"]
+__all__ = ["check_changes", "is_changed", "log_changes", "set_aside"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,21 +66,24 @@ class _Change:
         return f"{self.key}: {self.old!r} -> {self.new!r}"
 
 
-def apply_changes(old: Path, config: Config) -> None:
-    """Say how a config differs from that of the run that it continues.
+def check_changes(old: Path, config: Config) -> None:
+    """Look whether a config may continue a run.
 
     :param old: The resolved config that the run wrote.
     :raises CheckpointError: It differs in a key that would make it another run; lists all of them.
     """
-    changes = list(_changes(old, config))
-    refused = [each for each in changes if not _may_change(each, config)]
+    refused = [each for each in _changes(old, config) if not _may_change(each, config)]
     if refused:
         lines = "\n  ".join(str(each) for each in refused)
         raise CheckpointError(
             f"The config is not that of the run in {old.parent}:\n  {lines}",
             hint=_refusal_hint([each.key for each in refused]),
         )
-    for change in changes:
+
+
+def log_changes(old: Path, config: Config) -> None:
+    """Say how a config differs from that of the run that it continues."""
+    for change in _changes(old, config):
         if change.key not in THIS_START:
             logger.warning("changed with the resume: %s%s", change, _effect(change, config))
 

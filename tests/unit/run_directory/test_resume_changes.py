@@ -8,7 +8,7 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.config.load import write_resolved
-from anygauge.run_directory.resume import apply_changes, is_changed
+from anygauge.run_directory.resume import check_changes, is_changed, log_changes
 from anygauge_hooks.errors import CheckpointError
 
 
@@ -31,29 +31,29 @@ def earlier(tmp_path: Path) -> Path:
 
 def test_a_key_that_a_run_does_not_know_had_its_default(earlier: Path) -> None:
     assert not is_changed(earlier, config())
-    apply_changes(earlier, config())
+    check_changes(earlier, config())
 
 
 def test_another_value_of_such_a_key_is_a_change(earlier: Path) -> None:
     assert is_changed(earlier, config(schedule="async"))
     with pytest.raises(CheckpointError, match=r"rollout\.schedule: 'sync' -> 'async'"):
-        apply_changes(earlier, config(schedule="async"))
+        check_changes(earlier, config(schedule="async"))
 
 
 def test_a_key_without_a_default_is_missed(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(CheckpointError, match=r"model\.path: 'not set' -> 'm'"):
-        apply_changes(tmp_path / "config.toml", config())
+        check_changes(tmp_path / "config.toml", config())
 
 
 def test_how_servers_are_talked_to_may_change(earlier: Path) -> None:
-    apply_changes(earlier, config(client={"concurrency": 8}))
+    check_changes(earlier, config(client={"concurrency": 8}))
 
 
 def test_who_sleeps_may_change(earlier: Path) -> None:
     """As after an out-of-memory error of a run in which nobody did."""
     tree = config().model_dump() | {"placement": {"colocated": True, "offload": "never"}}
-    apply_changes(earlier, Config.model_validate(tree))
+    check_changes(earlier, Config.model_validate(tree))
 
 
 def changed(**accepted: object) -> Config:
@@ -63,14 +63,15 @@ def changed(**accepted: object) -> Config:
 
 def test_a_change_is_accepted_by_saying_so(earlier: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(CheckpointError, match=r"""--run.accept_changes '\["data", "train.lr"\]'\."""):
-        apply_changes(earlier, changed())
+        check_changes(earlier, changed())
     with pytest.raises(CheckpointError, match=r"run in [^:]*:\n  train\.lr: 1e-06 -> 0\.001\n  Restore"):
-        apply_changes(earlier, changed(accept_changes=["data"]))
-    apply_changes(earlier, changed(accept_changes=["data", "train.lr"]))
+        check_changes(earlier, changed(accept_changes=["data"]))
+    check_changes(earlier, changed(accept_changes=["data", "train.lr"]))
+    log_changes(earlier, changed(accept_changes=["data", "train.lr"]))
     assert "changed with the resume: train.lr: 1e-06 -> 0.001" in caplog.text
 
 
 def test_what_no_resume_can_change_is_not_offered(earlier: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
-        apply_changes(earlier, config(schedule="async"))
+        check_changes(earlier, config(schedule="async"))
     assert "accept_changes" not in str(caught.value)

@@ -156,7 +156,9 @@ def test_a_config_that_somebody_wrote_makes_no_run(tmp_path: Path, option: str) 
     assert sorted(os.listdir(tmp_path / "run")) == ["config.toml", "thesis.txt"]
 
 
-def test_a_run_cannot_go_on_to_a_step_before_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_cannot_go_on_to_a_step_before_its_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = make_config(tmp_path)
     directory = opened(config).path
     save(directory, config, 5)
@@ -164,6 +166,7 @@ def test_a_run_cannot_go_on_to_a_step_before_its_checkpoint(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=r"The run is at step 5; run\.steps = 2\."):
         opened(make_config(tmp_path, run__resume=True, run__steps=2))
     assert snapshot(directory) == before
+    assert "changed with the resume" not in caplog.text
     assert opened(make_config(tmp_path, run__resume=True, run__steps=5)).continues
 
 
@@ -475,6 +478,7 @@ def test_a_run_that_took_no_step_starts_again_with_any_config(
         again = opened(make_config(tmp_path, run__resume=resume, algorithm__advantage="rloo"))
         assert (again.continues, again.checkpoint) == (True, None)
         assert "ended before its first step: it starts again" in caplog.text
+        assert "changed with the resume" not in caplog.text
         assert (tmp_path / "run/metrics.jsonl").read_text() == ""
         assert (tmp_path / "run/metrics.superseded.jsonl").read_text() == STEP_0
         assert tomllib.loads((tmp_path / "run/config.toml").read_text())["algorithm"]["advantage"] == "rloo"
