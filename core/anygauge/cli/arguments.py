@@ -21,6 +21,9 @@ __all__ = ["finite", "is_override", "local_path", "meant", "positive", "requeste
 _OVERRIDE = re.compile(r"""--[A-Za-z_]\w*(\.([\w:-]+|"[^"]*"))+(=.*)?""", re.DOTALL)
 """A key of a user's function is quoted: ``--rollout.filter_options."package.module:function".least=1``."""
 
+_DEVICES = ("--device", "--devices", "--gpus", "--num-gpus")
+"""How others choose devices, or how many of them."""
+
 
 def local_path(text: str) -> Path:
     """Return the path that an argument names, for :mod:`argparse`.
@@ -86,17 +89,32 @@ def meant(token: str, command: argparse.ArgumentParser) -> str:
 
     ``key=value`` is Hydra's way to write a config key, and an option may be that of another project.
     """
-    from anygauge.config.validate import meant_key
+    from anygauge.config.validate import meant_foreign, meant_key, sections
 
     key, equals, value = token.partition("=")
+    name = key.lstrip("-+")
+    if "." in name and (hint := meant_foreign(name)):
+        return _as_options(hint)
     if equals and is_override(f"--{key}"):
-        return f"write --{key} {value}"
+        table = name.partition(".")[0]
+        return f"write --{key} {value}" if table in dict(sections()) else meant_key(table)
     if not token.startswith("--"):
         return f"a config key begins with two dashes: --{token.lstrip('-')}" if "." in token else ""
     options = [option for action in command._actions for option in action.option_strings]
     if close := difflib.get_close_matches(key, options, n=1, cutoff=0.8):
         return f"did you mean {close[0]}?"
-    return meant_key(key.removeprefix("--").replace("-", "_"))
+    if key in _DEVICES and "--backend" in options:
+        return "--backend NAME is the kind of device, --placement.train_workers their number"
+    return _as_options(meant_key(name.replace("-", "_")))
+
+
+def _as_options(hint: str) -> str:
+    """Return a hint with the config keys that it suggests as options."""
+    from anygauge.config.validate import sections
+
+    is_suggestion = hint.startswith(("write ", "did you mean "))
+    tables = "|".join(name for name, _ in sections())
+    return re.sub(rf"(?<![\w./-])(?=(?:{tables})\.)", "--", hint) if is_suggestion else hint
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -10,7 +10,6 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any, TypeGuard
 
 from pydantic import BaseModel, ValidationError
@@ -19,8 +18,8 @@ from pydantic_core import ErrorDetails
 
 from anygauge.config.schema import Config, DType
 from anygauge.config.schema.section import NAME_PATTERN
+from anygauge.config.suggestions import foreign_hint, misspelled, with_words
 from anygauge.config.tree import Tree, merge, plain, remove
-from anygauge.migrate.table import PROJECTS, foreign_keys, rows
 from anygauge_hooks.types import ConfigProblem
 
 __all__ = [
@@ -31,6 +30,8 @@ __all__ = [
     "describe",
     "is_section",
     "keys",
+    "meant_foreign",
+    "meant_key",
     "plain_text",
     "problems_of",
     "sections",
@@ -193,7 +194,9 @@ def _problem(detail: ErrorDetails) -> ConfigProblem:
     if detail["type"] == "missing":
         return ConfigProblem(path=path, found=None, hint=_missing_hint(detail["loc"]))
     if detail["type"] == "extra_forbidden":
-        return ConfigProblem(path=path, found=detail["input"], hint=_unknown_hint(detail["loc"]))
+        return ConfigProblem(
+            path=path, found=detail["input"], hint=_unknown_hint(detail["loc"], detail["input"])
+        )
     return ConfigProblem(path=path, found=detail["input"], hint=_value_hint(detail))
 
 
@@ -235,35 +238,27 @@ def meant_key(name: str) -> str:
     return "" if text.startswith("known here") else text
 
 
-def _unknown_hint(loc: Sequence[int | str]) -> str:
+def meant_foreign(name: str) -> str:
+    """Return our keys for an argument of another project, as a clause; empty if it is none."""
+    return "" if name in dict(keys()) else foreign_hint(name)
+
+
+def _unknown_hint(loc: Sequence[int | str], given: Any = None) -> str:
     name, table = str(loc[-1]), _section(loc[:-1])
     assert table is not None
     if usual := USUAL.get(_path(loc)):
         return f"unknown key; did you mean {usual}?"
     known = table.model_fields
     elsewhere = [f"{section}.{name}" for section, model in sections() if name in model.model_fields]
-    if not elsewhere and (hint := _foreign_hint(name)):
-        return hint
+    if not elsewhere and (hint := foreign_hint(name, given)):
+        return f"unknown key; {hint}"
     close = [_path([*loc[:-1], key]) for key in difflib.get_close_matches(name, known, n=3)]
     candidates = [*elsewhere, *(path for path in close if path not in elsewhere)]
+    candidates = candidates or misspelled(name)
+    candidates = candidates or [_path([*loc[:-1], key]) for key in with_words(name, known)]
     if candidates:
         return f"unknown key; did you mean {' or '.join(candidates)}?"
     return f"unknown key; known here: {', '.join(known)}"
-
-
-@cache  # each of many rows may have the key
-def _foreign_hint(name: str) -> str:
-    """Return the keys that an argument of another project has here, if it is one."""
-    if any(path.startswith(f"{name}.") for path in rows("verl")):
-        return "unknown key; a table of verl: `anygauge import verl FILE` converts its scripts and configs"
-    pages: dict[str, list[str]] = {}
-    for project, row in foreign_keys(name):
-        pages.setdefault(" and ".join(row.keys), []).append(f"docs/migrate/{project}.md")
-    meanings = (f"{keys} ({' and '.join(names)})" for keys, names in pages.items())
-    if pages:
-        return f"unknown key; write {' or '.join(meanings)}"
-    notes = [row.note for project in PROJECTS for row in [rows(project).get(name)] if row and row.note]
-    return f"unknown key; {notes[0]}" if notes else ""
 
 
 def _value_hint(detail: ErrorDetails) -> str:
@@ -290,8 +285,9 @@ def _choice_hint(given: str, choices: str) -> str:
         return "; float16 is not supported, and bfloat16 has the same size"
     if given in FP8:
         return "; `anygauge convert --to-bfloat16 DIR OUT` writes a checkpoint in FP8 as bfloat16"
-    close = difflib.get_close_matches(given, re.findall(r"'([^']+)'", choices), n=1)
-    return "".join(f"; did you mean {name!r}?" for name in close)
+    known = re.findall(r"'([^']+)'", choices)
+    close = difflib.get_close_matches(given, known, n=1) or with_words(given, known)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def _as_list(value: Any) -> str:

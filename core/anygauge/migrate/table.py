@@ -11,7 +11,17 @@ from typing import Any
 
 from anygauge.disk import parse_toml
 
-__all__ = ["PROJECTS", "Imported", "Input", "Row", "Unresolved", "convert", "foreign_keys", "rows"]
+__all__ = [
+    "PROJECTS",
+    "Imported",
+    "Input",
+    "Row",
+    "Unresolved",
+    "convert",
+    "foreign_keys",
+    "foreign_names",
+    "rows",
+]
 
 PROJECTS = ("slime", "verl", "trl")
 LONGEST_SHOWN = 80
@@ -118,6 +128,14 @@ def foreign_keys(name: str) -> Iterator[tuple[str, Row]]:
         row = next((table[each] for each in names if each in table and table[each].keys), None)
         if row is not None:
             yield project, row
+
+
+@cache
+def foreign_names() -> frozenset[str]:
+    """Return the last parts of the names of arguments with a key here, with underscores."""
+    table = (row for project in PROJECTS for row in rows(project).values())
+    named = (row.name for row in table if row.keys and not row.is_prefix)
+    return frozenset(name.rpartition(".")[2].replace("-", "_") for name in named)
 
 
 def convert(project: str, source: Input, rules: Rules) -> Imported:

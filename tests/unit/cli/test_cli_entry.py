@@ -27,6 +27,7 @@ def run(args):
 doctor.run = run
 sys.exit(main(["doctor"]))
 """
+VERL_LR = "actor_rollout_ref.actor.optim.lr"
 
 
 @pytest.fixture
@@ -48,10 +49,16 @@ def doctor_does(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], No
         ([], "the following arguments are required: COMMAND"),
         (["trian"], "no command 'trian'; did you mean train?"),
         (["train"], "the following arguments are required: CONFIG.toml"),
-        (["train", "a.toml", "--lr", "1"], "--lr 1 (did you mean train.lr or critic.lr?)"),
+        (["train", "a.toml", "--lr", "1"], "--lr 1 (did you mean --train.lr or --critic.lr?)"),
         (["train", "a.toml", "train.lr=1"], "train.lr=1 (write --train.lr 1)"),
         (["train", "a.toml", "-train.lr", "1"], "(a config key begins with two dashes: --train.lr)"),
-        (["train", "a.toml", "--num-rollout", "9"], "(write run.steps (docs/migrate/slime.md))"),
+        (["train", "a.toml", "--num-rollout", "9"], "(write --run.steps (docs/migrate/slime.md))"),
+        (["train", "a.toml", f"{VERL_LR}=1e-6"], f"{VERL_LR}=1e-6 (write --train.lr (docs/migrate/verl.md))"),
+        (["train", "a.toml", "+trainer.total_epochs=3"], "(set run.steps: epochs (30 by default"),
+        (["train", "a.toml", "trainer.zzz=3"], "(a table of verl: `anygauge import verl FILE`"),
+        (["train", "a.toml", "zzz.zzz=3"], "(a config key is --section.key value)"),
+        (["train", "a.toml", "--lerning-rate", "1"], "(did you mean --train.lr?)"),
+        (["train", "a.toml", "--device", "cuda"], "(--backend NAME is the kind of device, "),
         (["train", "a.toml", "--dryrun"], "(did you mean --dry-run?)"),
         (["train", "a.toml", "--zzz"], "(a config key is --section.key value)"),
         (["doctor", "--train.lr", "1"], "unrecognized arguments: --train.lr 1"),

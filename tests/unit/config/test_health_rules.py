@@ -83,6 +83,7 @@ def test_the_warning_gives_way_to_an_error_below_it() -> None:
             {"health": "limits = {logprob_abs_diff = 1}"},
             r"health\.limits\.logprob_abs_diff: .*keys of its own",
         ),
+        ({"run": 'stop_on = ["kl"]'}, r"; did you mean 'policy_kl' or 'reference_kl'\?"),
         ({"run": 'stop_on = ["truncated"]'}, r"run\.stop_on\[0\]: .*did you mean 'truncation'\?"),
         (
             {"run": 'stop_on = ["truncation"]', "health": 'limits = {truncation = "none"}'},

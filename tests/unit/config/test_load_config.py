@@ -115,6 +115,8 @@ def test_bad_override(load: Load, overrides: list[str], text: str) -> None:
         ({"train": 'adam_betas = "0.9, 0.99"'}, "must be a valid array: [0.9, 0.99]"),
         ({"checkpoint": "every = 3"}, "checkpoint: found {'every': 3}; unknown key; did you mean save?"),
         ({"trian": ""}, "trian: found {}; unknown key; did you mean train?"),
+        ({"train": "lerning_rate = 1"}, "train.lerning_rate: found 1; unknown key; did you mean train.lr?"),
+        ({"train": "batch_size = 1"}, "unknown key; did you mean train.global_batch_size?"),
         ({"train": "qqq = 1"}, "train.qqq: found 1; unknown key; known here: engine, dtype"),
         ({"run": "steps = 1.5"}, "run.steps: found 1.5; must be a valid integer"),
         ({"run": 'steps = "5"'}, "run.steps: found '5'; must be a valid integer"),

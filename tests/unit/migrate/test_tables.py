@@ -87,11 +87,18 @@ def test_an_unknown_key_of_another_project_is_named_by_ours(table: str, name: st
     assert problem.hint == f"unknown key; {hint}"
 
 
-def test_a_table_of_verl_is_named() -> None:
-    (problem,) = [
-        each for each in validate({"actor_rollout_ref": {}}).problems if each.path == "actor_rollout_ref"
-    ]
-    assert "`anygauge import verl FILE`" in problem.hint
+@pytest.mark.parametrize(
+    ("table", "hint"),
+    [
+        ({}, "`anygauge import verl FILE`"),
+        ({"actor": {"optim": {"lr": 1, "betas": 2}}}, "`anygauge import verl FILE`"),
+        ({"actor": {"optim": {"lr": 1}}}, "write train.lr (docs/migrate/verl.md)"),
+    ],
+)
+def test_a_table_of_verl_is_named(table: dict[str, object], hint: str) -> None:
+    tree = {"actor_rollout_ref": table}
+    (problem,) = [each for each in validate(tree).problems if each.path == "actor_rollout_ref"]
+    assert hint in problem.hint
 
 
 def test_an_argument_without_a_counterpart_gives_no_hint() -> None:
