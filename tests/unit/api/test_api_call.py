@@ -443,9 +443,9 @@ function = "exact_match"
             ],
         ),
         (
-            {"callbacks": [print]},
+            {"callbacks": [json.dumps]},
             [
-                "callbacks: found ['builtins:print'] in the call; unknown key; `anygauge.train(..., "
+                "callbacks: found ['json:dumps'] in the call; unknown key; `anygauge.train(..., "
                 "before_step=..., on_step=...)` takes functions of a step (docs/python.md)"
             ],
         ),

@@ -117,7 +117,7 @@ def test_the_users_network_is_taken_or_refused(
 
 def test_what_answers_a_hook_answers_something(plugins: Plugins, backend: BackendSpec) -> None:
     network = {"interface": INTERFACE, "ip_version": "4", "timeout_s": 60.0}
-    arguments: dict[str, Any] = {"backend": backend, "deterministic": True, **network}
+    arguments: dict[str, Any] = {"backend": backend, "deterministic": True, "train_engine": None, **network}
     if plugins.implementations("worker_env", backend):
         assert any(plugins.collect("worker_env", role=role, **arguments) for role in ROLES)
 
