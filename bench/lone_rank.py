@@ -31,7 +31,7 @@ def replace_exchanges() -> None:
 
 
 def init_lone_group(world_size: int) -> None:
-    """Initialize the default process group as the first of ``world_size`` ranks, none of which comes."""
+    """Initialize the default process group as the first of ``world_size`` ranks; no other starts."""
     from torch.testing._internal.distributed import fake_pg
 
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=world_size)

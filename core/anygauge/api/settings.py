@@ -43,7 +43,7 @@ def tree_of(values: Mapping[str, Any], name_function: NameFunction) -> Tree:
 
 
 def _check_once(tree: Tree, more: Tree) -> None:
-    """Refuse a key that both trees have, of which the later one would replace the other unnoticed."""
+    """Refuse a key that both trees have: the later value would silently replace the other."""
     given, added = ([key for key, value in flatten(each).items() if value != {}] for each in (tree, more))
     for other, key in product(given, added):
         if other == key:

@@ -45,7 +45,10 @@ def misspelled(name: str) -> list[str]:
 
 
 def with_words(name: str, known: Iterable[str], most: int = 4) -> list[str]:
-    """Return names of which one is a part: ``kl`` of ``policy_kl``; none if they are too many to help."""
+    """Return the known names that contain all words of a name, as ``policy_kl`` contains ``kl``.
+
+    :param most: Nothing is returned if there are more, which would not help.
+    """
     words = set(name.split("_"))
     found = [each for each in known if words <= set(each.split("_"))]
     return found if len(found) <= most else []
