@@ -212,3 +212,8 @@ def refused() -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    # The device's autograd thread may only now drop the last gradients, for which it takes Python's lock.
+    # Torch aborts if Python is being torn down then.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
