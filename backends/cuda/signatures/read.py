@@ -49,15 +49,11 @@ def _parameters(tree: ast.Module, name: str, method: str) -> str:
             for each in node.body:
                 if isinstance(each, ast.FunctionDef) and each.name == method:
                     return ast.unparse(_bare(each.args))
-            base = next((n for n in ast.walk(tree) if _defines(n, node.bases, method)), None)
-            if isinstance(base, ast.ClassDef):
-                return _parameters(tree, base.name, method)
+            bases = {ast.unparse(base) for base in node.bases}
+            for base in ast.walk(tree):
+                if isinstance(base, ast.ClassDef) and base.name in bases:
+                    return _parameters(tree, base.name, method)
     raise LookupError(f"{name}.{method} is not in the source")
-
-
-def _defines(node: ast.AST, bases: list[ast.expr], method: str) -> bool:
-    """Return whether a class is one of the bases and has the method."""
-    return isinstance(node, ast.ClassDef) and node.name in {ast.unparse(base) for base in bases}
 
 
 def _bare(arguments: ast.arguments) -> ast.arguments:

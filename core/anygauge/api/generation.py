@@ -111,7 +111,7 @@ def generate(
     with tempfile.TemporaryDirectory(prefix="anygauge-rows-") as folder:
         base, overrides = call.layers(Path(folder))
         evaluation = load_evaluation(
-            base, overrides, say=_say_nothing, backend=backend, plugins={"anygauge.python": call.functions}
+            base, overrides, say=lambda _: None, backend=backend, plugins={"anygauge.python": call.functions}
         )
         from anygauge.trainer.evaluation_run import generate_samples
 
@@ -168,7 +168,3 @@ def _settings_of(config: Config) -> Tree:
 def _unscored(response: str) -> float:
     """Stand for the reward that a config needs; it is never called."""
     return 0.0
-
-
-def _say_nothing(text: str) -> None:
-    """Leave out what a training says as it starts."""

@@ -15,8 +15,6 @@ from anygauge.weight_sync.checksum import checksum, checksum_of_parts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from anygauge_hooks.weights import WeightPeer
-
 __all__ = ["FUSED", "ExpectedParameters", "KnownParameters", "fused_name", "served_name"]
 
 FUSED: Mapping[str, tuple[str, ...]] = {
@@ -134,7 +132,7 @@ class ExpectedParameters:
             sums |= {checksum_of_parts(part.to(dtype) for part in rows) for dtype in others}
         return _Parameter(frozenset(sums), names)
 
-    def differences(self, peer: WeightPeer, ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    def differences(self, ranks: Sequence[Mapping[str, str]]) -> list[str]:
         """Return the names of tensors that differ between a server and the update.
 
         :param ranks: For each of its processes, the checksums that it tells. Of a parameter that they divide

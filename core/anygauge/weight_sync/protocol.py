@@ -148,7 +148,7 @@ class RunningUpdate:
                 hint="Something else updates this engine, or its server keeps no versions.",
             )
 
-    def verify(self, compare: Callable[[WeightPeer, list[dict[str, str]]], Sequence[str]]) -> None:
+    def verify(self, compare: Callable[[list[dict[str, str]]], Sequence[str]]) -> None:
         """Compare the servers' weights with those sent.
 
         :param compare: Returns what differs, by the names of the tensors.
@@ -157,7 +157,7 @@ class RunningUpdate:
         def check(member: _Member) -> None:
             if not member.peer.has_checksums:
                 return
-            wrong = compare(member.peer, member.target.checksums())
+            wrong = compare(member.target.checksums())
             if wrong:
                 raise WeightMappingError(
                     f"{member.peer.address} does not have the weights that were sent as version "
