@@ -6,6 +6,7 @@ has one section per code, so that a log line is enough to find the explanation.
 
 from __future__ import annotations
 
+import copy
 from typing import ClassVar
 
 __all__ = [
@@ -251,6 +252,15 @@ class WorkerFailedError(AnygaugeError, RuntimeError):
     """A worker raised; its rank and its own traceback come first."""
 
     code = "AG702"
+
+    def deliberate(self) -> AnygaugeError | None:
+        """Return the error of this project that the worker raised, its rank first; ``None`` for any other."""
+        if not isinstance(self.__cause__, AnygaugeError):
+            return None
+        error = copy.copy(self.__cause__)
+        who = str(self.args[0]).partition(" raised:\n")[0]
+        error.args = (f"{who}: {error.args[0]}",)
+        return error
 
 
 class DeadlineError(AnygaugeError, TimeoutError):

@@ -20,7 +20,7 @@ import anygauge
 from anygauge import Run, evaluate, generate, train
 from anygauge.cli import main
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge_hooks.errors import CheckpointError, ConfigError
+from anygauge_hooks.errors import CheckpointError, ConfigError, DataError
 from anygauge_hooks.rl import Group
 from anygauge_tests.code_blocks import blocks
 from anygauge_tests.fork_server import ForkServers
@@ -161,6 +161,10 @@ def test_a_run_that_is_refused_leaves_no_directory(model: Path, tmp_path: Path) 
         made(args=(model, ROWS), train={"lrr": 1})
     with pytest.raises(ConfigError, match=r"run\.name: found 'a/b'; must begin with a letter"):
         made(args=(model, ROWS), run={"name": "a/b"})
+    with pytest.raises(ConfigError, match=r"run\.name: found 'aaa.*must have at most"):
+        made(args=(model, ROWS), run={"name": "a" * 300})
+    with pytest.raises(ConfigError, match=r"eval\.data\[0\]\.name: found 'gsm8k/test'; must begin"):
+        made(args=(model, ROWS), eval_data={"gsm8k/test": ROWS})
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ConfigError, match=r"data\.train\[0\]: found 'none\.jsonl'; no such file"):
         made(args=(model, "none.jsonl"))
@@ -183,6 +187,14 @@ def test_an_earlier_run_keeps_its_rows(model: Path, tmp_path: Path) -> None:
     assert len(caught.traceback) == 1, "no frame of anygauge"
 
 
+def test_a_prompt_that_cannot_be_used_is_named_with_what_helps(model: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"prompts: row 1: (?s:.*)Correct these prompts, or leave them out"
+    ) as caught:
+        generate(model, ["1+2=", "1+2=" * 4000], max_new_tokens=8)
+    assert "data." not in str(caught.value)
+
+
 def test_a_data_frame_needs_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").write_text("")
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -199,6 +211,19 @@ def test_a_data_frame_has_a_row_for_each_step(tmp_path: Path) -> None:
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a run directory"):
         Run.load(tmp_path)
+
+
+def test_a_run_that_is_gone_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "run" / "config.toml"
+    config.parent.mkdir()
+    config.write_text("")
+    run = Run("run")
+    monkeypatch.chdir(config.parent)
+    assert run.health is None
+    config.unlink()
+    for ask in ("health", "last_checkpoint", "checkpoint", "model"):
+        with pytest.raises(CheckpointError, match="is not a run directory"):
+            getattr(run, ask)
 
 
 def test_an_interrupt_ends_a_script_and_its_processes(

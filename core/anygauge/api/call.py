@@ -19,6 +19,7 @@ from anygauge.config.rules.file import INPUTS
 from anygauge.config.schema import Config
 from anygauge.config.schema.section import NAME_PATTERN
 from anygauge.config.tree import Tree, merge
+from anygauge.disk import LONGEST_NAME
 from anygauge_hooks.errors import ConfigError, DataError
 
 __all__ = ["Call", "check_keywords"]
@@ -177,7 +178,7 @@ class Call:
 
     def _inputs_directory(self) -> Path:
         name = self.get("run", "name")
-        is_name = isinstance(name, str) and re.match(NAME_PATTERN, name)
+        is_name = isinstance(name, str) and re.match(NAME_PATTERN, name) and len(name) <= LONGEST_NAME
         # Another name will be refused, and the rows discarded.
         return (self._directory / (name if is_name else "unnamed") / INPUTS).absolute()
 
@@ -259,12 +260,19 @@ def _paths(data: Any) -> Sequence[str]:
     return [str(data)] if isinstance(data, str | Path) else [str(each) for each in data]
 
 
-def rows_of(prompts: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield prompts as rows.
+def rows_of(prompts: str | Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield prompts, or a single one, as rows.
 
-    :raises DataError: One is no text and no list of messages; an error of its row would name a file.
+    :raises DataError: They are no list, or one is no text and no list of messages; an error of its row would
+        name a file.
     """
-    for number, prompt in enumerate(prompts):
+    # A table would be iterated over the names of its columns.
+    if isinstance(prompts, Mapping) or hasattr(prompts, "columns") or not isinstance(prompts, Iterable):
+        raise DataError(
+            f"The prompts are {_shown(prompts)}, not a list.",
+            hint='Give a string, or a list of strings or of lists of messages: ["37+58="].',
+        )
+    for number, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
         if prompt is None or isinstance(prompt, bytes | int | float | Mapping):
             raise DataError(
                 f"Prompt {number} is {_shown(prompt)}, neither a string nor a list of messages.",

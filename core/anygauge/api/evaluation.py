@@ -11,6 +11,7 @@ from anygauge.api.call import Call, check_keywords
 from anygauge.api.run_view import RunView
 from anygauge.api.short_errors import short_errors
 from anygauge.api.start import evaluate_loaded, load_evaluation, say
+from anygauge.config.rules.file import INPUTS
 from anygauge.observability.terminal_warnings import terminal_warnings
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def evaluate(
     call = Call.of(source, tables, reward=reward, eval_data=data)
     call.name_it("evaluation")
     with tempfile.TemporaryDirectory(prefix="anygauge-rows-") as rows:
-        base, overrides = call.layers(Path(rows))
+        base, overrides = call.layers(Path(rows, INPUTS))
         evaluation = load_evaluation(
             base,
             overrides,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.api.call import Call, check_keywords, rows_of
 from anygauge.api.run_view import RunView
+from anygauge.api.settings import tree_of
 from anygauge.api.short_errors import short_errors
 from anygauge.api.start import load_evaluation
+from anygauge.config.rules.file import INPUTS
 from anygauge.config.tree import Tree, flatten, merge
 from anygauge.migrate.table import foreign_keys
 from anygauge.observability.terminal_warnings import terminal_warnings
@@ -97,19 +100,15 @@ def generate(
     check_keywords(generate, tables)
     _check_used(tables, {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed})
     of_run = _settings_of(source.config) if isinstance(source, RunView) else {}
-    try:
-        rows = list(rows_of([prompts] if isinstance(prompts, str) else prompts))
-    except TypeError as error:
-        hint = 'Give a string, or a list of strings or of lists of messages: ["37+58="].'
-        raise DataError(f"The prompts are {prompts!r:.80}, not a list.", hint=hint) from error
+    rows = list(rows_of(prompts))
     if not rows:
         return []
-    call = Call.of(source, tables, reward=_unscored, eval_data=rows)
+    call = Call.of(source, tables, reward=_unscored, eval_data={"prompts": rows})
     call.lay_below(of_run)
     call.name_it("generation")
-    call.put(_sampling(max_new_tokens, temperature, samples_per_prompt, seed))
-    with tempfile.TemporaryDirectory(prefix="anygauge-rows-") as folder:
-        base, overrides = call.layers(Path(folder))
+    call.put(tree_of(_sampling(max_new_tokens, temperature, samples_per_prompt, seed), call.functions.name))
+    with tempfile.TemporaryDirectory(prefix="anygauge-rows-") as folder, _no_keys_of_rows():
+        base, overrides = call.layers(Path(folder, INPUTS))
         evaluation = load_evaluation(
             base, overrides, say=lambda _: None, backend=backend, plugins={"anygauge.python": call.functions}
         )
@@ -157,6 +156,17 @@ def _sampling(
     data = {"input_key": "prompt"} | dict.fromkeys(unused, "none")
     tree: Tree = {"eval": {"max_prompts": "none", **evaluation}, "data": data}
     return tree if seed is None else merge(tree, {"run": {"seed": seed}})
+
+
+@contextmanager
+def _no_keys_of_rows() -> Iterator[None]:
+    """Let no error advise keys of ``[data]`` that :func:`generate` refuses."""
+    try:
+        yield
+    except DataError as error:
+        if "data." in (error.hint or ""):
+            error.hint = "Correct these prompts, or leave them out."
+        raise
 
 
 def _settings_of(config: Config) -> Tree:

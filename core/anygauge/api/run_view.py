@@ -44,8 +44,12 @@ class RunView:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()
         """Directory of the run."""
+        self._check()
+
+    def _check(self) -> None:
+        """Raise if the directory is not that of a run, or no longer."""
         from anygauge.observability.report.run_files import check_run  # not needed to import the package
 
         check_run(self.directory)
@@ -126,6 +130,7 @@ class RunView:
 
         :raises CheckpointError: ``health.json`` cannot be read.
         """
+        self._check()
         try:
             return read_health(self.directory)
         except (OSError, ValueError) as error:
@@ -143,6 +148,7 @@ class RunView:
         """The last checkpoint, from which a run resumes; ``None`` if there is none."""
         from anygauge.run_directory.checkpoint_reader import DIRECTORY, checkpoint_paths
 
+        self._check()
         return next(iter(checkpoint_paths(self.directory / DIRECTORY)), None)
 
     @property
@@ -182,6 +188,7 @@ class RunView:
         return read_run(self.directory)
 
     def _export(self) -> Path | None:
+        self._check()
         exports = [
             path.parent for name in ("hf", "hf-step-*") for path in self.directory.glob(f"{name}/config.json")
         ]

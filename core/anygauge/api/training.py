@@ -128,8 +128,10 @@ def _check_callable(function: Callable[..., object], arguments: Sequence[Any], w
     """Raise at once if a function cannot be called in a step; the run would have to begin first.
 
     :param what: Begins the error, such as ``on_step cannot be called with a step``.
-    :raises ConfigError: It does not take the arguments.
+    :raises ConfigError: It does not take the arguments, or is async: nothing would await it.
     """
+    if any(inspect.iscoroutinefunction(each) for each in (function, type(function).__call__)):
+        raise ConfigError(f"{what}: it is an async function.", hint=hint)
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:

@@ -172,8 +172,4 @@ def _report(error: AnygaugeError) -> None:
 
 def _text(error: AnygaugeError) -> str:
     """Return an error as a user reads it: one that a worker raised on purpose without its traceback."""
-    cause = error.__cause__
-    if isinstance(error, WorkerFailedError) and isinstance(cause, AnygaugeError):
-        who = str(error.args[0]).partition(" raised:\n")[0]
-        return f"{who}: {cause}"
-    return str(error)
+    return str((isinstance(error, WorkerFailedError) and error.deliberate()) or error)

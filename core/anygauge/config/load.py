@@ -29,7 +29,7 @@ from anygauge.config.schema import Config
 from anygauge.config.schema.section import NAME_PATTERN
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import Tree, covers, flatten, merge, plain
-from anygauge.config.validate import NONE, QUOTES, Checked, problems_of, validate
+from anygauge.config.validate import NONE, QUOTES, Checked, as_written, problems_of, validate
 from anygauge.disk import parse_toml
 from anygauge.hub import localized, pinned, unresolved
 from anygauge.plugins import Plugins, find_backend, published_backends
@@ -347,3 +347,4 @@ def _explain(error: ValidationError) -> ConfigError:
 
 
 Config.explain = staticmethod(_explain)
+Config.as_written = staticmethod(as_written)

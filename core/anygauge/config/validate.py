@@ -27,6 +27,7 @@ __all__ = [
     "QUOTES",
     "Checked",
     "accepts_none",
+    "as_written",
     "describe",
     "is_section",
     "keys",
@@ -79,13 +80,18 @@ def validate(tree: Mapping[str, Any]) -> Checked:
     Values keep their TOML types: a string is no number, a number no switch. A wrong value is replaced by its
     default, so that what depends on others can be checked in the same pass.
     """
-    tree = {name: _as_written(table, _kind_below(Config, name)) for name, table in tree.items()}
+    tree = as_written(tree)
     try:
         return Checked(_parse(tree), (), frozenset())
     except ValidationError as error:
         problems, details = problems_of(error), error.errors(include_url=False)
     broken = frozenset(".".join(str(part) for part in detail["loc"][:2]) for detail in details)
     return Checked(_parse(_repaired(tree, broken)), problems, broken)
+
+
+def as_written(tree: Mapping[str, Any]) -> Tree:
+    """Return a tree with null for ``"none"`` and full names of dtypes, where the schema takes these."""
+    return {name: _as_written(table, _kind_below(Config, name)) for name, table in tree.items()}
 
 
 def problems_of(error: ValidationError) -> tuple[ConfigProblem, ...]:
@@ -145,7 +151,7 @@ def accepts_none(field: FieldInfo) -> bool:
 
 
 def _as_written(value: Any, kind: Any) -> Any:
-    """Return a value with null for ``"none"`` and the full names of dtypes, wherever the schema takes these.
+    """Return a value as :func:`as_written`.
 
     :param kind: Type of the value in the schema.
     """

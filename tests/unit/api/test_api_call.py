@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -18,10 +19,10 @@ from anygauge import Config
 from anygauge.api.call import Call, check_keywords
 from anygauge.api.generation import _check_used
 from anygauge.api.rewards import import_path
-from anygauge.config import load_config
+from anygauge.config import dump_config, load_config
 from anygauge.observability.logs import driver_log
 from anygauge.plugins import load_plugins
-from anygauge_hooks.errors import AnygaugeError, ConfigError, DataError
+from anygauge_hooks.errors import AnygaugeError, CheckpointError, ConfigError, DataError, WorkerFailedError
 
 ROWS = [{"prompt": "1+2=", "label": "3"}, {"prompt": "2+2=", "label": "4"}]
 
@@ -99,9 +100,9 @@ def test_what_is_no_table_is_left_to_the_check_of_the_config() -> None:
     assert tree(run=5)["run"] == 5
 
 
-@pytest.mark.parametrize("prompts", [5, None])
+@pytest.mark.parametrize("prompts", [5, None, {"prompt": "1+2="}, Frame()])
 def test_prompts_that_are_no_list(prompts: Any) -> None:
-    with pytest.raises(DataError, match=f"The prompts are {prompts}, not a list"):
+    with pytest.raises(DataError, match=rf"The prompts are .*\({type(prompts).__name__}\), not a list"):
         anygauge.generate("m", prompts)
 
 
@@ -116,6 +117,18 @@ def test_a_function_that_cannot_be_called_after_a_step_is_refused_before_the_fir
         anygauge.train("m", on_step=lambda step: None)  # type: ignore[arg-type,misc]
     with pytest.raises(ConfigError, match=r"before_step cannot be called(?s:.*)def before_step\(step\)"):
         anygauge.train("m", before_step=lambda: None)  # type: ignore[arg-type,misc]
+
+
+class AsyncCallback:
+    async def __call__(self, step: int, metrics: Any) -> None: ...
+
+
+def test_an_async_function_is_no_callback() -> None:
+    """Its coroutine is true, which would end the run."""
+    with pytest.raises(ConfigError, match=r"on_step cannot be called .*: it is an async function"):
+        anygauge.train("m", on_step=AsyncCallback().__call__)
+    with pytest.raises(ConfigError, match=r"on_step cannot be called .*: it is an async function"):
+        anygauge.train("m", on_step=AsyncCallback())
 
 
 def test_what_is_no_metric_function_is_refused() -> None:
@@ -147,10 +160,30 @@ def test_an_error_has_no_frame_of_anygauge(monkeypatch: pytest.MonkeyPatch) -> N
             anygauge.train("m", "t.jsonl", "math")
     assert len(internal.traceback) > 3, "nothing that the caller wrote"
     monkeypatch.setenv("ANYGAUGE_DEBUG", "1")
-    with pytest.raises(DataError) as whole:
-        anygauge.generate("m", None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as whole:
+        anygauge.train("m", on_step=lambda step: None)  # type: ignore[arg-type,misc]
     assert len(whole.traceback) > 1
     assert isinstance(whole.value.__cause__, TypeError)
+
+
+def test_an_error_that_a_worker_raised_on_purpose_comes_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = WorkerFailedError("Rank 0 (actor) raised:\nTraceback ...")
+
+    def raising(*_: Any, **__: Any) -> Any:
+        raise failure
+
+    monkeypatch.setattr("anygauge.api.evaluation.load_evaluation", raising)
+    with pytest.raises(WorkerFailedError, match="Traceback"):
+        anygauge.evaluate("m", ROWS, "math")
+    failure.__cause__ = CheckpointError("It is of another model.", hint="Take that one.")
+    with pytest.raises(CheckpointError, match=r"^Rank 0 \(actor\): It is (?s:.*)Take that one") as caught:
+        anygauge.evaluate("m", ROWS, "math")
+    assert len(caught.traceback) == 1
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    monkeypatch.setenv("ANYGAUGE_DEBUG", "1")
+    with pytest.raises(WorkerFailedError):
+        anygauge.evaluate("m", ROWS, "math")
 
 
 def test_warnings_of_a_run_are_on_the_terminal_unless_the_program_logs_itself(
@@ -509,6 +542,13 @@ def test_rewards_and_evaluation_data_replace_those_of_a_config(tmp_path: Path, i
     assert set(kept.get("eval", "datasets")) == {"far"}
 
 
+def test_a_config_object_reads_what_a_file_has() -> None:
+    config = Config.model_validate(tree(data="a.jsonl"))
+    again = Config(**tomllib.loads(dump_config(config)))
+    assert again == config
+    assert Config(**tree(data="a.jsonl"), train={"dtype": "bf16"}).train.dtype == "bfloat16"
+
+
 def test_a_config_object_has_the_defaults_of_python() -> None:
     tables = tree(data="a.jsonl")
     del tables["placement"]
@@ -531,7 +571,7 @@ def test_generation_answers_every_prompt(monkeypatch: pytest.MonkeyPatch) -> Non
         "eval": limits,
     }
     with pytest.raises(ConfigError, match="seen"):
-        anygauge.generate(config, ["a", "b"], max_new_tokens=4)
+        anygauge.generate(config, ["a", "b"], max_new_tokens=np.int64(4))
     (made,) = seen
     assert (made["data"]["input_key"], made["data"]["max_prompt_tokens"]) == ("prompt", "none")
     assert {key: made["eval"][key] for key in ("max_prompts", "max_new_tokens")} == {
@@ -539,3 +579,4 @@ def test_generation_answers_every_prompt(monkeypatch: pytest.MonkeyPatch) -> Non
         "max_new_tokens": 4,
     }
     assert "datasets" not in made["eval"]
+    assert type(made["eval"]["max_new_tokens"]) is int

@@ -6,7 +6,7 @@ The same tree serves every backend: what differs goes into the tables ``[on.cpu]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ValidationError
@@ -71,6 +71,8 @@ class Config(Section):
 
     explain: ClassVar[Callable[[ValidationError], Exception]]
     """Returns the error that names every problem; :mod:`anygauge.config.load` sets it."""
+    as_written: ClassVar[Callable[[Mapping[str, Any]], dict[str, Any]]]
+    """Reads ``"none"`` and short names of dtypes, as in a file; :mod:`anygauge.config.load` sets it."""
 
     run: Run
     model: Annotated[Model, BeforeValidator(path_alone, json_schema_input_type=Model | str)]
@@ -97,7 +99,7 @@ class Config(Section):
 
         def __init__(self, **tables: Any) -> None:
             try:
-                super().__init__(**tables)
+                super().__init__(**Config.as_written(tables))
             except ValidationError as error:
                 raise Config.explain(error) from None
 
