@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from anygauge.config.schema import Reward
 from anygauge.plugins import load_plugins
 from anygauge.rollout.rewards import Scorer
-from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_hooks.rl import Group
+from anygauge_tests.scoring import group
 
 MODULE = """
 def sync(response, label): return float(response == label)
@@ -21,27 +22,8 @@ GROUPS, SAMPLES, REPEATS = 128, 8, 50
 
 
 def groups() -> list[Group]:
-    """Return a step of three-digit answers."""
-    return [
-        Group(
-            prompt=Prompt(index=index, tokens=(1,), text="37+58=", label="59"),
-            samples=tuple(
-                Sample(
-                    prompt_index=index,
-                    prompt_tokens=(1,),
-                    response_tokens=(2, 3, 4),
-                    log_probs=(-0.5,) * 3,
-                    loss_mask=(1,) * 3,
-                    weight_versions=(0,) * 3,
-                    text="59",
-                    finish_reason="stop",
-                    seed=0,
-                )
-                for _ in range(SAMPLES)
-            ),
-        )
-        for index in range(GROUPS)
-    ]
+    """Return a step of right answers, each of three tokens."""
+    return [group(*["59"] * SAMPLES, index=index, label="59", length=3) for index in range(GROUPS)]
 
 
 def measure(reward: Reward) -> tuple[float, float]:

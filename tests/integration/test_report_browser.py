@@ -27,8 +27,9 @@ from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
 from anygauge.observability.report import REPORT_FILE, plugin, write_report
 from anygauge.plugins import find_backend, load_plugins
 from anygauge.run_directory.capabilities import write_capabilities
-from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_hooks.rl import Group, Prompt
 from anygauge_hooks.types import RunInfo
+from anygauge_tests.scoring import sample
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 STEPS = 120
@@ -215,21 +216,13 @@ def group(step: int) -> Group:
         "\u202e\u05d0 \U0001f600 nul \0",
         f"{step}",
     ]
-    samples = tuple(
-        Sample(
-            prompt_index=0,
-            prompt_tokens=(1,),
-            response_tokens=(0, 1, 0),
-            log_probs=(-0.5, 0.0, math.nan),
-            loss_mask=(1, 0, 1),
-            weight_versions=(step, step),
-            text=text,
-            finish_reason="stop",
-            seed=index,
-            reward=index / 2,
-        )
-        for index, text in enumerate(texts)
+    shared = sample(
+        response_tokens=(0, 1, 0),
+        log_probs=(-0.5, 0.0, math.nan),
+        loss_mask=(1, 0, 1),
+        weight_versions=(step, step),
     )
+    samples = tuple(shared._replace(text=text, reward=index / 2) for index, text in enumerate(texts))
     return Group(prompt=Prompt(index=0, tokens=(1,), text="x" * 2000, label="The label"), samples=samples)
 
 

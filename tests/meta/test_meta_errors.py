@@ -42,11 +42,12 @@ from anygauge_cpu.device import CpuDevice
 from anygauge_cpu.plugin import CPU
 from anygauge_hooks import errors, hookimpl
 from anygauge_hooks.errors import AnygaugeError
-from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
+from anygauge_hooks.rl import Group, Prompt, SamplingParams
 from anygauge_hooks.types import Availability, BackendSpec, ConfigChange, NamedFunction
 from anygauge_npu import guards, mindspeed
 from anygauge_tests.embedded import sample_all
 from anygauge_tests.published_sizes import QWEN3_4B
+from anygauge_tests.scoring import sample
 
 CLASSES: list[type[AnygaugeError]] = [getattr(errors, name) for name in errors.__all__]
 BY_CODE = {cls.code: cls for cls in CLASSES}
@@ -197,20 +198,9 @@ def reward_without_a_number() -> None:
         return [NamedFunction(name="brief", fn=brief, inline=True)]
 
     prompt = Prompt(index=3, tokens=(1,), text="1+1=", label="2", source="train.jsonl:4")
-    sample = Sample(
-        prompt_index=3,
-        prompt_tokens=(1,),
-        response_tokens=(2,),
-        log_probs=(-0.1,),
-        loss_mask=(1,),
-        weight_versions=(0,),
-        text="two",
-        finish_reason="stop",
-        seed=0,
-    )
     plugins = plugins_of(my_plugin__register_reward_functions=register)
     scorer = Scorer(Reward(function="brief"), plugins, max_new_tokens=8, log=None)
-    scorer.score([Group(prompt=prompt, samples=(sample,))])
+    scorer.score([Group(prompt=prompt, samples=(sample(prompt_index=3, text="two"),))])
 
 
 def broken_image() -> None:

@@ -1,4 +1,4 @@
-"""Groups to score, and a scorer for them."""
+"""Samples and groups to score, and a scorer for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,27 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import NamedFunction
 
-__all__ = ["errors", "group", "plugins_with", "rewards", "scorer"]
+__all__ = ["errors", "group", "plugins_with", "rewards", "sample", "scorer"]
+
+
+def sample(length: int = 1, **fields: Any) -> Sample:
+    """Return a sample without a reward.
+
+    :param length: Tokens of the response.
+    :param fields: Fields of the sample that are not the plain ones.
+    """
+    plain = {
+        "prompt_index": 0,
+        "prompt_tokens": (1,),
+        "response_tokens": (2,) * length,
+        "log_probs": (-0.5,) * length,
+        "loss_mask": (1,) * length,
+        "weight_versions": (0,) * length,
+        "text": "b",
+        "finish_reason": "stop",
+        "seed": 0,
+    }
+    return Sample(**{**plain, **fields})
 
 
 def group(*texts: str, index: int = 0, label: Any = "4", length: int = 1, **metadata: Any) -> Group:
@@ -25,21 +45,9 @@ def group(*texts: str, index: int = 0, label: Any = "4", length: int = 1, **meta
     """
     source = f"t.jsonl:{index + 7}"
     prompt = Prompt(index=index, tokens=(1,), text="2+2=", label=label, source=source, metadata=metadata)
-    samples = tuple(
-        Sample(
-            prompt_index=index,
-            prompt_tokens=(1,),
-            response_tokens=(2,) * length,
-            log_probs=(-0.5,) * length,
-            loss_mask=(1,) * length,
-            weight_versions=(0,) * length,
-            text=text,
-            finish_reason="stop",
-            seed=0,
-        )
-        for text in texts
+    return Group(
+        prompt=prompt, samples=tuple(sample(length, prompt_index=index, text=text) for text in texts)
     )
-    return Group(prompt=prompt, samples=samples)
 
 
 def plugins_with(*functions: NamedFunction) -> Plugins:

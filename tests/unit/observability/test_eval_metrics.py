@@ -12,23 +12,12 @@ from hypothesis import strategies as st
 
 from anygauge.observability.metrics import eval_metrics, pass_at_k, pass_counts
 from anygauge_hooks.rl import FinishReason, Group, Prompt, Sample
+from anygauge_tests.scoring import sample as make_sample
 
 
 def sample(raw: Any, length: int = 1, finish: FinishReason = "stop", error: str | None = None) -> Sample:
-    return Sample(
-        prompt_index=0,
-        prompt_tokens=(1,),
-        response_tokens=(2,) * length,
-        log_probs=(-0.5,) * length,
-        loss_mask=(1,) * length,
-        weight_versions=(0,) * length,
-        text="b",
-        finish_reason=finish,
-        seed=0,
-        reward=None if error else 0.125,
-        raw_reward=raw,
-        error=error,
-    )
+    reward = None if error else 0.125
+    return make_sample(length, finish_reason=finish, reward=reward, raw_reward=raw, error=error)
 
 
 def of(*samples: Sample) -> Group:

@@ -18,7 +18,8 @@ from anygauge.observability.metric_functions import custom_metrics
 from anygauge.observability.metrics import rollout_metrics, with_step_axes
 from anygauge.observability.reward_parts import PartNames, reward_part_metrics
 from anygauge_hooks.errors import MetricError
-from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_hooks.rl import Group, Prompt
+from anygauge_tests.scoring import sample
 
 
 def custom(*functions: Callable[..., Any], groups: Any = (), metrics: Any = None) -> dict[str, float]:
@@ -128,18 +129,7 @@ def test_two_functions_may_not_return_one_metric() -> None:
 # Parts of rewards
 # -------------------------------------------------------------------------
 
-SAMPLE = Sample(
-    prompt_index=0,
-    prompt_tokens=(1,),
-    response_tokens=(2,),
-    log_probs=(-0.5,),
-    loss_mask=(1,),
-    weight_versions=(0,),
-    text="b",
-    finish_reason="stop",
-    seed=0,
-    reward=1.0,
-)
+SAMPLE = sample(reward=1.0)
 
 
 def group(*raw_rewards: Any) -> Group:

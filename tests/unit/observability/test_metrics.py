@@ -11,27 +11,14 @@ import pytest
 from anygauge.observability.metrics import conversation_metrics, rollout_metrics, with_step_axes
 from anygauge.observability.responses import repeats, repetition_ratio, turn_metrics
 from anygauge_hooks.rl import FinishReason, Group, Prompt, Sample
+from anygauge_tests.scoring import sample as make_sample
 
 
 def sample(
     raw: Any = 1.0, length: int = 1, *, reward: float | None = None, error: str | None = None, **fields: Any
 ) -> Sample:
     shaped = (raw if reward is None else reward) if error is None else None
-    made = Sample(
-        prompt_index=0,
-        prompt_tokens=(1,),
-        response_tokens=(2,) * length,
-        log_probs=(-0.5,) * length,
-        loss_mask=(1,) * length,
-        weight_versions=(0,) * length,
-        text="b",
-        finish_reason="stop",
-        seed=0,
-        reward=shaped,
-        raw_reward=None if error else raw,
-        error=error,
-    )
-    return made._replace(**fields)
+    return make_sample(length, reward=shaped, raw_reward=None if error else raw, error=error, **fields)
 
 
 def group(

@@ -32,8 +32,9 @@ from anygauge.trainer.loop import mean_over_steps
 from anygauge.trainer.plan import plan_metrics
 from anygauge_hooks.algorithms import ValueInputs
 from anygauge_hooks.engines import LossInputs
-from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_hooks.rl import Group, Prompt
 from anygauge_tests.batches import TrainSample, make_batch, plan_samples
+from anygauge_tests.scoring import sample as make_sample
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `([a-z_]+/\S+)` \| (\S.*?) \| (.*?) ?\| ?(.*?) ?\|$", re.M)
@@ -58,18 +59,8 @@ def rows() -> list[tuple[str, ...]]:
 
 def groups() -> list[Group]:
     """Return samples of two data sets and two turns."""
-    sample = Sample(
-        prompt_index=0,
-        prompt_tokens=(1,),
-        response_tokens=(2, 3, 4),
-        log_probs=(-0.5,) * 3,
-        loss_mask=(1, 0, 1),
-        weight_versions=(0, 1, 1),
-        text="b",
-        finish_reason="stop",
-        seed=0,
-        reward=1.0,
-        raw_reward={"part": 1.0},
+    sample = make_sample(
+        3, loss_mask=(1, 0, 1), weight_versions=(0, 1, 1), reward=1.0, raw_reward={"part": 1.0}
     )
     return [
         Group(prompt=Prompt(index=0, tokens=(1,), text="a", dataset=name), samples=(sample, sample))

@@ -9,8 +9,9 @@ import pytest
 from anygauge.observability.memory import driver_memory, memory_metrics, worker_memory
 from anygauge.observability.metrics import StepWork, performance_metrics
 from anygauge_hooks.media import Media
-from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_hooks.rl import Group, Prompt
 from anygauge_tests.batches import TrainSample, make_batch
+from anygauge_tests.scoring import sample
 
 WORK = StepWork(tokens=1000, response_tokens=600, longest_response=60, forward_flops=2e12)
 
@@ -120,11 +121,7 @@ def test_operations_grow_with_the_length_of_each_sequence() -> None:
         return 10.0 + length
 
     prompt = Prompt(index=0, tokens=(1, 2), text="a")
-    response = {"log_probs": (), "loss_mask": (), "weight_versions": (), "text": "", "finish_reason": "stop"}
-    samples = tuple(
-        Sample(prompt_index=0, prompt_tokens=(1, 2), response_tokens=(3,) * length, seed=0, **response)  # type: ignore[arg-type]
-        for length in (1, 3, 1)
-    )
+    samples = tuple(sample(length, prompt_tokens=(1, 2)) for length in (1, 3, 1))
     work = StepWork.of_groups([Group(prompt=prompt, samples=samples)], flops_per_token)
     assert work == StepWork(
         tokens=11, response_tokens=5, longest_response=3, forward_flops=2 * 3 * 13 + 5 * 15

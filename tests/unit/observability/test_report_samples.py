@@ -24,8 +24,9 @@ from anygauge.observability.samples import (
     shorten,
     token_texts,
 )
-from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_hooks.rl import Group, Prompt
 from anygauge_hooks.types import RunInfo
+from anygauge_tests.scoring import sample as make_sample
 
 Read = Callable[[], list[dict[str, Any]]]
 
@@ -47,17 +48,8 @@ def make_groups(rewards: Sequence[Sequence[float | None]], **fields: Any) -> lis
         Group(
             prompt=Prompt(index=row, tokens=(1,), text=f"prompt {row}", label=str(row), dataset="math"),
             samples=tuple(
-                Sample(
-                    prompt_index=row,
-                    prompt_tokens=(1,),
-                    response_tokens=(2, 3),
-                    log_probs=(-0.1, -0.1),
-                    loss_mask=(1, 1),
-                    weight_versions=(3, 4),
-                    text=f"response {row}.{column}",
-                    finish_reason="stop",
-                    seed=0,
-                    reward=reward,
+                make_sample(
+                    2, weight_versions=(3, 4), text=f"response {row}.{column}", reward=reward
                 )._replace(**fields)
                 for column, reward in enumerate(each)
             ),

@@ -15,25 +15,14 @@ from anygauge.observability.distributions import DISTRIBUTIONS_FILE, value_count
 from anygauge.observability.reward_parts import PartNames
 from anygauge.trainer import loop as module
 from anygauge.trainer.state import TRAINING
-from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_hooks.rl import Group, Prompt
 from anygauge_hooks.types import NamedFunction
+from anygauge_tests.scoring import sample as make_sample
 
 PROMPT = Prompt(
     index=0, tokens=(1,), text="1+1=", dataset="sums", response=(2, 3), loss_mask=(1, 1), label="2"
 )
-SAMPLE = Sample(
-    prompt_index=0,
-    prompt_tokens=(1,),
-    response_tokens=(2,),
-    log_probs=(-0.5,),
-    loss_mask=(1,),
-    weight_versions=(0,),
-    text="2",
-    finish_reason="stop",
-    seed=0,
-    reward=1.0,
-    raw_reward=1.0,
-)
+SAMPLE = make_sample(text="2", reward=1.0, raw_reward=1.0)
 
 
 @pytest.fixture

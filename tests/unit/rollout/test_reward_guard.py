@@ -90,13 +90,10 @@ import os, signal, sys, threading
 from anygauge.config.schema import Reward
 from anygauge.plugins import load_plugins
 from anygauge.rollout.rewards import Scorer
-from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_tests.scoring import group
 
 folder, module, fifo, where = sys.argv[1:]
 sys.path.append(folder)
-empty = dict(prompt_tokens=(1,), response_tokens=(), log_probs=(), loss_mask=(), weight_versions=())
-sample = Sample(prompt_index=0, **empty, text=fifo, finish_reason="stop", seed=0)
-group = Group(prompt=Prompt(index=0, tokens=(1,), text=""), samples=(sample,))
 scorer = Scorer(Reward(function=module + ":forever"), load_plugins(only=[]), max_new_tokens=1, log=None)
 
 def die():
@@ -105,7 +102,7 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def score():
-    scorer.score([group])
+    scorer.score([group(fifo)])
 
 first, second = (score, die) if where == "main" else (die, score)
 threading.Thread(target=second).start()

@@ -18,7 +18,7 @@ from anygauge.config.schema import Reward
 from anygauge.plugins import load_plugins
 from anygauge.rollout.rewards import Scorer, http_client, remote
 from anygauge_hooks.errors import RewardError
-from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_tests.scoring import group
 
 Answer = tuple[int, str, Mapping[str, str]]
 
@@ -207,24 +207,6 @@ def test_an_answer_that_is_none(server: Server, text: str, why: str) -> None:
     server.answers = [(200, text, {})]
     assert why in refused(server)
     assert len(server.requests) == 1
-
-
-def group(*texts: str) -> Group:
-    samples = tuple(
-        Sample(
-            prompt_index=0,
-            prompt_tokens=(1,),
-            response_tokens=(2,),
-            log_probs=(-0.5,),
-            loss_mask=(1,),
-            weight_versions=(0,),
-            text=text,
-            finish_reason="stop",
-            seed=0,
-        )
-        for text in texts
-    )
-    return Group(prompt=Prompt(index=0, tokens=(1,), text="2+2=", label="4"), samples=samples)
 
 
 def test_a_step_asks_for_all_samples_at_once(server: Server) -> None:

@@ -21,6 +21,7 @@ from anygauge.trainer.inputs import EvalSet
 from anygauge.trainer.run import open_scorers
 from anygauge_hooks.errors import RewardError
 from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_tests.scoring import sample as make_sample
 
 TEXTS = ["4", "5"]
 
@@ -45,17 +46,7 @@ def config_of(**reward: Any) -> Config:
 
 def sampled(text: str) -> Sample:
     """Return a sample of the greatest length."""
-    return Sample(
-        prompt_index=0,
-        prompt_tokens=(1,),
-        response_tokens=(2,) * 4,
-        log_probs=(-0.5,) * 4,
-        loss_mask=(1,) * 4,
-        weight_versions=(0,) * 4,
-        text=text,
-        finish_reason="stop",
-        seed=0,
-    )
+    return make_sample(4, text=text)
 
 
 def session_with(config: Config, plugins: Plugins, stack: ExitStack, label: str | None) -> Any:

@@ -9,7 +9,8 @@ from pathlib import Path
 from anygauge.data.batch import select
 from anygauge.trainer.plan import conversation_batch, plan_steps, rollout_batch
 from anygauge_hooks.media import Media
-from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_hooks.rl import Group, Prompt
+from anygauge_tests.scoring import sample as make_sample
 
 CORE = Path(__file__).resolve().parents[3] / "core" / "anygauge"
 CARRIERS = {"Prompt", "Sample", "TrainBatch", "pack_samples", "GenerateRequest"}
@@ -45,19 +46,7 @@ def test_no_place_that_makes_a_sample_drops_its_media() -> None:
 def test_conversations_and_groups_become_samples_with_their_media() -> None:
     prompt = Prompt(index=0, tokens=(1, 9, 9), text="", response=(2,), loss_mask=(1,), media=SHOWN)
     assert conversation_batch([prompt]).media == [SHOWN]
-    sample = Sample(
-        prompt_index=0,
-        prompt_tokens=(1, 9, 9),
-        response_tokens=(2,),
-        log_probs=(-0.5,),
-        loss_mask=(1,),
-        weight_versions=(0,),
-        text="",
-        finish_reason="stop",
-        seed=0,
-        reward=1.0,
-        media=SHOWN,
-    )
+    sample = make_sample(prompt_tokens=(1, 9, 9), reward=1.0, media=SHOWN)
     batch = rollout_batch([Group(prompt=prompt, samples=(sample, sample._replace(error="no")))])
     assert batch.media == [SHOWN, SHOWN]
     assert [each.media for each in plan_steps(select(batch, [0]), 1, 2, "sample_mean")] == [[SHOWN]] * 2

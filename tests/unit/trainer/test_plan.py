@@ -20,23 +20,13 @@ from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.errors import DataError, RolloutError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample
+from anygauge_tests import scoring
 from anygauge_tests.batches import TrainSample, make_batch, plan_samples, split, unpack_samples
 from anygauge_tests.engine_config import engine_config
 
 
 def make_sample(reward: float, length: int) -> Sample:
-    return Sample(
-        prompt_index=0,
-        prompt_tokens=(1, 2, 3),
-        response_tokens=(7,) * length,
-        log_probs=(-0.5,) * length,
-        loss_mask=(1,) * length,
-        weight_versions=(0,) * length,
-        text="x",
-        finish_reason="stop",
-        seed=0,
-        reward=reward,
-    )
+    return scoring.sample(length, prompt_tokens=(1, 2, 3), response_tokens=(7,) * length, reward=reward)
 
 
 def make_train_sample(number: int, length: int) -> TrainSample:
@@ -250,20 +240,8 @@ def parted(prompt: Prompt) -> Group:
     """Return three rollouts, of which the second became two samples and could the third not be scored."""
 
     def sample(length: int, reward: float | None, rollout: int | None = None) -> Sample:
-        return Sample(
-            prompt_index=prompt.index,
-            prompt_tokens=prompt.tokens,
-            response_tokens=(5,) * length,
-            log_probs=(-0.1,) * length,
-            loss_mask=(1,) * length,
-            weight_versions=(0,) * length,
-            text="",
-            finish_reason="stop",
-            seed=0,
-            reward=reward,
-            error=None if reward is not None else "not scored",
-            rollout=rollout,
-        )
+        error = None if reward is not None else "not scored"
+        return scoring.sample(length, prompt_index=prompt.index, reward=reward, error=error, rollout=rollout)
 
     samples = (sample(2, 1.0), sample(1, 0.0, 1), sample(3, 0.0, 1), sample(2, None, 2), sample(1, None, 2))
     return Group(prompt=prompt, samples=samples)

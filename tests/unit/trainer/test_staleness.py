@@ -11,22 +11,13 @@ from anygauge.observability.metrics import MOST_LAGS, staleness_metrics
 from anygauge.trainer.plan import plan_steps, rollout_batch
 from anygauge.trainer.staleness import mask_stale
 from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_tests.scoring import sample as make_sample
 
 
 def sample(versions: Sequence[int], mask: Sequence[int] | None = None, reward: float = 1.0) -> Sample:
     size = len(versions)
-    return Sample(
-        prompt_index=0,
-        prompt_tokens=(1,),
-        response_tokens=(2,) * size,
-        log_probs=(-0.5,) * size,
-        loss_mask=tuple(mask or (1,) * size),
-        weight_versions=tuple(versions),
-        text="",
-        finish_reason="stop",
-        seed=0,
-        reward=reward,
-    )
+    loss_mask = tuple(mask or (1,) * size)
+    return make_sample(size, loss_mask=loss_mask, weight_versions=tuple(versions), reward=reward)
 
 
 def group(*samples: Sample) -> Group:
