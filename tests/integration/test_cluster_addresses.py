@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,7 @@ from anygauge.plugins import find_backend, load_plugins
 from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge_hooks.errors import PlacementError
-
-
-def has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
+from anygauge_tests.processes import has_ipv6
 
 
 def launch(directory: Path, num_workers: int, **cluster: Any) -> WorkerGroup:

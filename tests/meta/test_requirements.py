@@ -65,15 +65,19 @@ def test_every_line_is_an_exact_pin_and_names_no_host(path: Path) -> None:
         assert re.fullmatch(r"-r [a-z-]+\.txt|[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+( *;.*)?", line), line
 
 
-def test_run_time_set_meets_every_dependency() -> None:
-    found = pins(ROOT / "requirements" / "cpu.txt")
-    wrong = [str(each) for each in declared() if not meets(each, found)]
-    assert not wrong
-
-
-def test_the_set_with_sglang_meets_every_dependency_of_ours() -> None:
-    found = pins(ROOT / "requirements" / "sglang-cpu.txt")
-    wrong = [str(each) for each in declared() if not meets(each, found)]
+@pytest.mark.parametrize(
+    ("name", "extra", "folder"),
+    [
+        ("cpu", None, "."),
+        ("sglang-cpu", None, "."),
+        ("dev", "test", "."),
+        ("cuda", "vendor", "backends/cuda"),
+        ("npu", "vendor", "backends/npu"),
+    ],
+)
+def test_a_set_meets_what_is_declared(name: str, extra: str | None, folder: str) -> None:
+    found = pins(ROOT / "requirements" / f"{name}.txt")
+    wrong = [str(each) for each in declared(extra, folder=folder) if not meets(each, found)]
     assert not wrong
 
 
@@ -108,19 +112,6 @@ def test_the_distributions_have_one_version_and_name_each_other_by_it() -> None:
             f"anygauge-{backend}[vendor]=={__version__}"
         ]
         assert projects[f"backends/{backend}"]["dependencies"] == [f"anygauge=={__version__}"]
-
-
-@pytest.mark.parametrize("backend", ["cuda", "npu"])
-def test_a_backends_set_meets_its_vendor_extra(backend: str) -> None:
-    found = pins(ROOT / "requirements" / f"{backend}.txt")
-    wrong = [str(each) for each in declared("vendor", folder=f"backends/{backend}") if not meets(each, found)]
-    assert not wrong
-
-
-def test_dev_set_meets_the_test_extra() -> None:
-    found = pins(ROOT / "requirements" / "dev.txt")
-    wrong = [str(each) for each in declared("test") if not meets(each, found)]
-    assert not wrong
 
 
 def meets(requirement: Requirement, found: dict[str, str]) -> bool:

@@ -1,14 +1,24 @@
-"""Processes that tests wait for, whoever their parents are by then."""
+"""Processes that tests wait for, whoever their parents are by then, and the addresses of their host."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Iterable
 
 import psutil
 
-__all__ = ["until", "wait_until_ended"]
+__all__ = ["has_ipv6", "until", "wait_until_ended"]
+
+
+def has_ipv6() -> bool:
+    """Return whether this host has the loopback address of IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:

@@ -81,17 +81,6 @@ def test_nobody_is_asked_for_engines_of_others_before_the_run(load: Load) -> Non
         ([*external(FAR), "--weight_sync.transport=tensor"], "rollout.external names others"),
         ([*external(NEAR), "--rollout.groups=[{servers = 1}]"], "whose engines the run does not start"),
         ([*external(NEAR), "--debug.mode=rollout_only"], "the engines of rollout.external never get"),
-    ],
-)
-def test_what_does_not_go_with_engines_of_others(load: Load, overrides: list[str], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load({}, overrides)
-    assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
         (groups({"kind": "prefill"}, {"kind": "decode"}, engine="plain"), "are regular"),
         (groups({}, {}, engine="transformers"), "which is not a server"),
         (groups({}, {"model": "judge", "path": "/j"}, workers=3), "2 servers together"),
@@ -105,7 +94,7 @@ def test_what_does_not_go_with_engines_of_others(load: Load, overrides: list[str
         ),
     ],
 )
-def test_groups_that_a_run_cannot_have(load: Load, overrides: list[str], text: str) -> None:
+def test_engines_that_a_run_cannot_have(load: Load, overrides: list[str], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load({}, overrides)
     assert text in str(caught.value)

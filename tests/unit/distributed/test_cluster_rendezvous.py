@@ -12,18 +12,9 @@ from anygauge.distributed.admission import admit_only
 from anygauge.distributed.authenticated_store import AuthenticatedStore
 from anygauge.distributed.rendezvous import host_store, join_store
 from anygauge_hooks.errors import PlacementError
+from anygauge_tests.processes import has_ipv6
 
 SOON_S = 0.3
-
-
-def has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
 FAMILIES = [
     pytest.param("127.0.0.1", id="IPv4"),
     pytest.param("::1", id="IPv6", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback")),

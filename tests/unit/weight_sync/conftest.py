@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from anygauge_tests.fake_engine import FakeServer, Options
 from anygauge_tests.fake_engine.server import application
+from anygauge_tests.processes import has_ipv6
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -69,7 +68,7 @@ def short_lived() -> Iterator[FakeServer]:
 @pytest.fixture
 def ipv6_server() -> Iterator[FakeServer]:
     """Return a server that is reached over IPv6 alone."""
-    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+    if not has_ipv6():
         pytest.skip("no IPv6")
     with ThreadServer(host="::1") as running:
         yield running
