@@ -46,7 +46,6 @@ PER_RANK = (16, 32, 64, 128)
 COLUMNS = ("slowest", "by tokens", "longest", "in step", "filled", "ms", "ms")
 
 Ints = NDArray[np.int64]
-Flops = Callable[[int], float]
 
 
 def distributions(rows: Path | None) -> Iterator[tuple[str, Callable[[np.random.Generator, int], Ints]]]:

@@ -27,7 +27,7 @@ CAUGHT, PASSED = 1, 0
 """Exit codes of pytest: a test failed, and all passed."""
 
 ACTORS, ESTIMATE = "core/anygauge/trainer/actors.py", "core/anygauge/trainer/estimate.py"
-LOOP, PLAN = "core/anygauge/trainer/loop.py", "core/anygauge/trainer/plan.py"
+LOOP = "core/anygauge/trainer/loop.py"
 ALGORITHMS, CONTROL = "core/anygauge/algorithms", "core/anygauge/rollout"
 LOSSES, CORRECTION = f"{ALGORITHMS}/losses.py", f"{ALGORITHMS}/correction.py"
 OPTIONS = "core/anygauge/engines/megatron/options.py"

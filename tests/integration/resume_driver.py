@@ -24,18 +24,6 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.types import RunInfo
 from anygauge_tests.observer import Digits
 
-POINTS = {
-    "generation": "a worker, when it is asked to generate",
-    "training": "a worker, between two optimizer steps",
-    "copied": "a worker, when the state is copied and nothing is written",
-    "between files": "a worker, with its tensors written and nothing that describes them",
-    "written": "the driver, when every rank has written, before the manifest",
-    "renaming": "the driver, before the complete directory gets its name",
-    "retention": "the driver, with the new checkpoint in place, before an old one is removed",
-    "removal": "the driver, with an old checkpoint half removed",
-    "boundary": "the driver, between two steps",
-}
-"""Where the run is killed."""
 POINT, COUNT = "RESUME_TEST_POINT", "RESUME_TEST_COUNT"
 
 
@@ -82,8 +70,10 @@ class DyingActor(actors.ActorWorker):
             trainer: Any = self.trainer
             trainer.train_step = before(countdown("training"), trainer.train_step)
             background: Any = background_save
+            # The state is copied, and nothing is written.
             background.write_rank = before(countdown("copied"), background.write_rank)
             files: Any = checkpoint_files
+            # The tensors are written, and nothing that describes them.
             files.asdict = before(countdown("between files"), files.asdict)
 
 
@@ -101,6 +91,7 @@ class Boundary(Digits):
 def prepare() -> None:
     """Put the points of the driver, and the actor with its own, in place."""
     module: Any = checkpoints
+    # Every rank has written, and there is no manifest yet.
     module._describe = before(countdown("written"), module._describe)
     module.publish = before(countdown("renaming"), module.publish)
     module.checkpoint_paths = before(countdown("retention"), module.checkpoint_paths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ def note(sample, prompt):
 async def broken(rollout, prompt, seed):
     return {}[prompt.text]
 """
-Run = Callable[..., list[Group]]
 
 
 class Recorder:

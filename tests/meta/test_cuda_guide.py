@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATH = ROOT / "docs/cuda.md"
 PAGE = PATH.read_text(encoding="utf-8")
 COMMANDS = commands(PATH)
-GPU, DOWNLOADS, INSTALLS = "needs a GPU", "downloads", "installs packages"
+GPU, INSTALLS = "needs a GPU", "installs packages"
 NOT_RUN = {
     "nvidia-smi": GPU,
     "ls -l /dev/nvidia*": GPU,

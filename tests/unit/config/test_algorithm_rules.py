@@ -21,7 +21,7 @@ from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.types import NamedFunction
 
 Load = Callable[..., LoadedConfig]
-GAE, RPP = "--algorithm.advantage=gae", "--algorithm.advantage=reinforce_plus_plus"
+GAE = "--algorithm.advantage=gae"
 DISTILL = "--algorithm.advantage=on_policy_distillation"
 
 

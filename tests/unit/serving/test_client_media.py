@@ -29,7 +29,6 @@ from anygauge_tests.fake_engine.images import stand_ins
 from anygauge_tests.media import DictStore
 
 PAD, VOCAB = 90, 512
-PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 
 
 def image(key: str, start: int, rows: int, columns: int) -> Media:

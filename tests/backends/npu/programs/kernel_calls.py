@@ -57,7 +57,6 @@ PICKED = (
     "varlen_attention-window-causal-sinks",
     "vocab_parallel_logprob-37x50-1.6-0-0-3-plain",
 )
-Result = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 def main(mode: str, out: str) -> None:
