@@ -18,6 +18,7 @@ from anygauge.config.rules.resume import CHANGEABLE
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import flatten, is_inside
 from anygauge.disk import free_name, parse_toml, remove_abandoned
+from anygauge.health.record import HEALTH_FILE
 from anygauge.run_directory.checkpoint_reader import Checkpoint, checkpoint_paths
 from anygauge.run_directory.checkpoints import SUPERSEDED, append_only_files, installed_packages
 from anygauge_hooks.errors import CheckpointError
@@ -163,7 +164,8 @@ def set_aside(directory: Path, checkpoint: Checkpoint | None) -> None:
     """Move output that was written after a checkpoint out of the way.
 
     The ends of the append-only files are moved to ``NAME.superseded.jsonl``, and later checkpoints, which are
-    damaged, to ``NAME.damaged``. Nothing is lost but what a killed process had half written or removed.
+    damaged, to ``NAME.damaged``. Nothing is lost but what a killed process had half written or removed. The
+    health of a run that begins again is deleted: it follows from the metrics.
 
     :param checkpoint: ``None`` for the beginning of the run.
     """
@@ -171,7 +173,9 @@ def set_aside(directory: Path, checkpoint: Checkpoint | None) -> None:
     kept: Mapping[str, int] = checkpoint.files if checkpoint else {}
     for path in append_only_files(directory):
         _cut(path, kept.get(path.name, 0))
-    if checkpoint is not None:
+    if checkpoint is None:
+        (directory / HEALTH_FILE).unlink(missing_ok=True)
+    else:
         for later in checkpoint_paths(checkpoint.path.parent):
             if later.name > checkpoint.path.name:
                 later.rename(free_name(later.with_name(f"{later.name}.damaged")))

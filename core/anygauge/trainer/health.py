@@ -56,6 +56,7 @@ class HealthMonitor:
         self._changes: list[Change] = []
         if step:
             self._replay(step)
+            self._write(step, None)  # replaces the state in which the earlier part ended
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
         """Judge a step.

@@ -234,8 +234,10 @@ def test_resuming_nothing_starts_a_run(tmp_path: Path, caplog: pytest.LogCapture
 def test_a_run_without_a_checkpoint_starts_again_and_loses_nothing(tmp_path: Path) -> None:
     directory = opened(make_config(tmp_path)).path
     (directory / "metrics.jsonl").write_text('{"train/step": 1}\n')
+    (directory / "health.json").write_text('{"step": 1}')
     found = opened(make_config(tmp_path, run__resume=True))
     assert (found.continues, found.checkpoint) == (True, None)
+    assert not (directory / "health.json").exists(), "it would be taken for the health of the new steps"
     assert (directory / "metrics.jsonl").read_text() == ""
     assert (directory / "metrics.superseded.jsonl").read_text() == '{"train/step": 1}\n'
 

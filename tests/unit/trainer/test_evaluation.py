@@ -123,8 +123,11 @@ def test_a_run_has_nothing_to_lose_before_its_first_step(monkeypatch: pytest.Mon
     assert asked == [(0, {}), (2, {"tolerant": True}), (3, {"tolerant": True})]
 
 
-def test_a_resumed_run_warns_of_profiles_that_it_does_not_record(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_warns_of_profiles_that_it_does_not_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = scripted_loop(step=3)
+    loop.info.directory = str(tmp_path)
     loop.config = loop.config.model_copy(update={"profile": Profile(steps=(4, 3, 1))})
     loop_module.run_loop(loop)
     assert caplog.messages == ["profile.steps: no profile of step 1, 3: the run resumes after step 3"]

@@ -117,7 +117,12 @@ def test_a_resumed_run_goes_on_where_its_metrics_end(
     expected = (tmp_path / HEALTH_FILE).read_text()
     told = [record.getMessage() for record in caplog.records]
     caplog.clear()
+    with pytest.raises(HealthError):
+        HealthMonitor(stops("stale_weights"), tmp_path).check({"rollout/lag/max": 3}, 9)
     resumed = HealthMonitor(config(), tmp_path, step=8)
+    begun = health(tmp_path)
+    assert (begun.step, begun.status, begun.stopped_by) == (8, "warning", None)
+    assert [change.step for change in begun.changes] == [4]
     assert not caplog.records
     for step, metrics in enumerate(steps[8:], 9):
         resumed.check(metrics, step)
