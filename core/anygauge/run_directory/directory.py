@@ -29,7 +29,7 @@ from anygauge.observability.report.run_files import ENVIRONMENT_FILE
 from anygauge.observability.timeline import TIMELINE_FILE
 from anygauge.run_directory.checkpoint_reader import DIRECTORY as CHECKPOINTS
 from anygauge.run_directory.checkpoint_reader import Checkpoint, checkpoint_paths, latest_checkpoint
-from anygauge.run_directory.resume import check_changes, is_changed, log_changes, set_aside
+from anygauge.run_directory.resume import EXPORTS, check_changes, is_changed, log_changes, set_aside
 from anygauge.wording import listed
 from anygauge_hooks.errors import CheckpointError
 
@@ -50,13 +50,13 @@ OWN = (
     *(".report.html.*", METRICS_FILE, "samples.jsonl", DISTRIBUTIONS_FILE, "*.superseded.jsonl", LOGS),
     *(f"{HEALTH_FILE}*", f".{HEALTH_FILE}.*"),  # with the health.jsonl of earlier versions
     *(TIMELINE_FILE, PROFILES),
-    *(CHECKPOINTS, "dumps", "hf", "hf-step-*", "tensorboard", "wandb", ".shared-*", *ABANDONED),
+    *(CHECKPOINTS, "dumps", *EXPORTS, "superseded-hf*", "tensorboard", "wandb", ".shared-*", *ABANDONED),
     f"{LOGS_BEFORE}*",
 )
 """Names that a run and its trackers make in its directory, as patterns."""
 STEP = re.compile(rb'"(?:perf|rollout|train)/step"')
 """In the metrics of a step, unlike those of an evaluation."""
-AFTER_A_STEP = (HEALTH_FILE, "hf", "hf-step-*", "dumps")
+AFTER_A_STEP = (HEALTH_FILE, *EXPORTS, "dumps")
 """Names, as patterns, that no run has before its first step is done."""
 KEPT = (LOCK_FILE, INPUTS)
 """Names that say nothing of an earlier run: a program writes its data before the run takes the directory."""

@@ -23,9 +23,12 @@ from anygauge.run_directory.checkpoint_reader import Checkpoint, checkpoint_path
 from anygauge.run_directory.checkpoints import SUPERSEDED, append_only_files, installed_packages
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["check_changes", "is_changed", "log_changes", "set_aside"]
+__all__ = ["EXPORTS", "check_changes", "is_changed", "log_changes", "set_aside"]
 
 logger = logging.getLogger(__name__)
+
+EXPORTS = ("hf", "hf-step-*")
+"""Names of the exported models in a run directory, as patterns."""
 
 HARMLESS = (
     *("run.name", "run.directory", "run.steps", "run.overwrite", "run.resume", "run.accept_changes"),
@@ -164,8 +167,9 @@ def set_aside(directory: Path, checkpoint: Checkpoint | None) -> None:
     """Move output that was written after a checkpoint out of the way.
 
     The ends of the append-only files are moved to ``NAME.superseded.jsonl``, and later checkpoints, which are
-    damaged, to ``NAME.damaged``. Nothing is lost but what a killed process had half written or removed. The
-    health of a run that begins again is deleted: it follows from the metrics.
+    damaged, to ``NAME.damaged``. If the run begins again, its exports are moved to ``superseded-NAME``, and
+    its health is deleted, since it follows from the metrics. Nothing else is lost but what a killed process
+    had half written or removed.
 
     :param checkpoint: ``None`` for the beginning of the run.
     """
@@ -175,11 +179,20 @@ def set_aside(directory: Path, checkpoint: Checkpoint | None) -> None:
         _cut(path, kept.get(path.name, 0))
     if checkpoint is None:
         (directory / HEALTH_FILE).unlink(missing_ok=True)
+        _rename_exports(directory)
     else:
         for later in checkpoint_paths(checkpoint.path.parent):
             if later.name > checkpoint.path.name:
                 later.rename(free_name(later.with_name(f"{later.name}.damaged")))
         _warn_of_packages(checkpoint)
+
+
+def _rename_exports(directory: Path) -> None:
+    """Keep the exports of the earlier part under names that no reader takes for the model of the new one."""
+    for path in [path for pattern in EXPORTS for path in directory.glob(pattern)]:
+        # A prefix: with a suffix, hf-step-* would still match the name.
+        kept = path.rename(free_name(path.with_name(f"superseded-{path.name}")))
+        logger.warning("the model that an earlier part of the run exported to %s is now in %s", path, kept)
 
 
 def _cut(path: Path, size: int) -> None:

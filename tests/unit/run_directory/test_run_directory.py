@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from anygauge import Run
 from anygauge.config import Config
 from anygauge.run_directory.checkpoints import CheckpointWriter
 from anygauge.run_directory.directory import RunDirectory, reserve_run_directory
@@ -31,7 +32,7 @@ class Workers:
 MADE = (
     *("metrics.jsonl", "samples.jsonl", "metrics.superseded.jsonl", "config.until-step-4-2.toml"),
     *("capabilities.json", "run.json", "report.html", ".run.json.123", ".config.toml.new", "health.jsonl"),
-    *("health.json", ".health.json.7"),
+    *("health.json", ".health.json.7", "superseded-hf-step-4-2"),
 )
 
 
@@ -242,11 +243,30 @@ def test_a_run_without_a_checkpoint_starts_again_and_loses_nothing(tmp_path: Pat
     assert (directory / "metrics.superseded.jsonl").read_text() == '{"train/step": 1}\n'
 
 
+def test_the_exports_of_an_earlier_part_are_not_taken_for_those_of_a_run_that_starts_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = opened(make_config(tmp_path)).path
+    for part in ("1", "2"):
+        for name in ("hf", "hf-step-4"):
+            (directory / name).mkdir()
+            (directory / name / "config.json").write_text(part)
+        assert Run(directory).model.name in ("hf", "hf-step-4")
+        opened(make_config(tmp_path, run__resume=True))
+        with pytest.raises(CheckpointError, match="has no export of its model"):
+            _ = Run(directory).model
+    kept = {path.parent.name: path.read_text() for path in directory.glob("*/config.json")}
+    first, second = ("superseded-hf", "superseded-hf-step-4"), ("superseded-hf-2", "superseded-hf-step-4-2")
+    assert kept == {**dict.fromkeys(first, "1"), **dict.fromkeys(second, "2")}
+    assert f"exported to {directory / 'hf'} is now in {directory / 'superseded-hf'}" in caplog.text
+
+
 def test_what_was_written_after_the_checkpoint_is_set_aside(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     directory = opened(config).path
     (directory / "metrics.jsonl").write_text("1\n2\n")
     save(directory, config, 2)
+    (directory / "hf-step-2").mkdir()
     (directory / "metrics.jsonl").write_text("1\n2\n3\nhalf a li")
     (directory / "samples.jsonl").write_text("3\n")
     resumed = make_config(tmp_path, run__resume=True)
@@ -258,6 +278,7 @@ def test_what_was_written_after_the_checkpoint_is_set_aside(tmp_path: Path) -> N
         assert (directory / "samples.jsonl").read_text() == ""
         assert (directory / "metrics.superseded.jsonl").read_text() == "3\nhalf a li"
         assert (directory / "samples.superseded.jsonl").read_text() == "3\n"
+        assert (directory / "hf-step-2").is_dir(), "a model of the steps that stay"
 
 
 def test_a_line_that_was_half_written_at_the_checkpoint_is_set_aside_whole(tmp_path: Path) -> None:
@@ -309,7 +330,7 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
         (directory / name).mkdir()
         (directory / name / "model.safetensors").write_text("")
     opened(make_config(tmp_path, run__resume=True))
-    assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["hf", "logs"]
+    assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["logs", "superseded-hf"]
 
 
 def test_every_old_config_stays(tmp_path: Path) -> None:
