@@ -95,8 +95,9 @@ def test_an_engine_with_another_model_stops_the_run_before_anything_is_learned(
     run: Run, tmp_path: Path
 ) -> None:
     """An engine that computes in bfloat16 is far from a trainer in float32, by the limit of float32."""
-    with pytest.raises(HealthError, match=r"^Step 1: .*logprob_abs_diff_error = 0\.001"):
+    with pytest.raises(HealthError, match=r"^Step 1: .*logprob_abs_diff_error = 0\.001") as raised:
         run(rollout__dtype="bfloat16", health__logprob_abs_diff_error=1e-3)
+    assert "--resume starts again at step 1.\n" in str(raised.value)
     directory = tmp_path / "run"
     (found,) = differences(directory)
     assert 1e-3 < found < 0.1
@@ -142,6 +143,7 @@ def test_a_run_ends_on_a_rule_that_it_names_and_goes_on_without_it(run: Run, tmp
     with pytest.raises(HealthError, match=r"^Step 10: 100 % of the generated groups teach nothing") as raised:
         run(**keys, run__stop_on=["no_signal"])
     assert "run.stop_on names no_signal" in str(raised.value)
+    assert "--resume goes on from the last checkpoint." in str(raised.value)
     ended = health(tmp_path / "run")
     assert (ended.step, ended.status, ended.stopped_by) == (10, "stopped", "no_signal")
     assert {rule.rule: rule.since for rule in ended.firing} == {"no_signal": 10, "truncation": 10}

@@ -26,10 +26,10 @@ CAUSES = """\
 Usual causes: a model plugin whose layers differ from the checkpoint's, weights that did not reach the engine,
   another temperature, an engine with quantized weights (fp8), experts that the two route differently (MoE).
   docs/debugging.md says how to find out. To go on anyway, raise health.logprob_abs_diff_error or set it to
-  "none"; a run that has a checkpoint goes on with --resume."""
+  "none"."""
 STOPPED = """\
-run.stop_on names {name}. docs/health.md explains the rule. To go on from the last checkpoint, take it out of
-  run.stop_on or raise {key}, and use --resume."""
+run.stop_on names {name}. docs/health.md explains the rule. To go on anyway, take it out of run.stop_on or
+  raise {key}."""
 
 
 def health_metrics(first: Mapping[str, float]) -> dict[str, float]:

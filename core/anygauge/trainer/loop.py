@@ -41,6 +41,8 @@ from anygauge.observability.samples import is_recorded
 from anygauge.plugins import Plugins
 from anygauge.rollout.producer import RolloutsStopped
 from anygauge.rollout.rewards import raw_number
+from anygauge.run_directory.checkpoint_reader import DIRECTORY as CHECKPOINTS
+from anygauge.run_directory.checkpoint_reader import checkpoint_paths
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
 from anygauge.run_directory.directory import RunDirectory
 from anygauge.run_directory.dumps import (
@@ -265,10 +267,19 @@ def save_if_unhealthy(loop: Loop, step: int, *, learned: bool) -> Iterator[None]
     """
     try:
         yield
-    except HealthError:
+    except HealthError as error:
         if learned:
             save(loop, step, ends=True)
+        error.hint = f"{error.hint}\n  {resume_hint(loop)}"
         raise
+
+
+def resume_hint(loop: Loop) -> str:
+    """Return where ``--resume`` goes on; the checkpoint may be one of an earlier part of the run."""
+    if checkpoint_paths(loop.directory.path / CHECKPOINTS):
+        return "--resume goes on from the last checkpoint."
+    without = "There is no checkpoint: --resume starts again at step 1."
+    return without if loop.config.save.every else f"{without} Set save.every to save checkpoints."
 
 
 def evaluate_if_due(loop: Loop, *, ends: bool = False) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from anygauge.config import Config
 from anygauge.health.record import HEALTH_FILE, Health, read_health
 from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
 from anygauge.trainer.health import HealthMonitor, health_metrics
+from anygauge.trainer.loop import save_if_unhealthy
 from anygauge_hooks.errors import HealthError
 
 
@@ -90,6 +92,25 @@ def test_a_rule_that_the_user_names_ends_the_run_and_no_other(tmp_path: Path) ->
     found = health(tmp_path)
     assert (found.status, found.stopped_by) == ("stopped", "stale_weights")
     assert {rule.rule for rule in found.firing} == {"logprob_abs_diff", "stale_weights"}
+
+
+def test_the_error_says_where_the_run_can_go_on(tmp_path: Path) -> None:
+    def hint(every: int | None) -> str:
+        loop: Any = SimpleNamespace(
+            config=config(save={"every": every}),
+            checkpoints=None,
+            directory=SimpleNamespace(path=tmp_path),
+            session=SimpleNamespace(components=SimpleNamespace(trains=True)),
+        )
+        with pytest.raises(HealthError) as raised, save_if_unhealthy(loop, 10, learned=True):
+            raise HealthError("Step 10: bad.", hint="Mend it.")
+        return str(raised.value.hint)
+
+    nothing = "Mend it.\n  There is no checkpoint: --resume starts again at step 1."
+    assert hint(20) == nothing  # as at the first step
+    assert hint(None) == f"{nothing} Set save.every to save checkpoints."
+    (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)  # of an earlier part of the run
+    assert hint(None) == hint(20) == "Mend it.\n  --resume goes on from the last checkpoint."
 
 
 def test_limits_that_are_off(tmp_path: Path) -> None:
