@@ -147,13 +147,17 @@ def test_a_file_is_the_base_and_a_callback_may_raise(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, run__steps=3)
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
-        raise ZeroDivisionError(step)
+        if step == 2:
+            raise ZeroDivisionError(step)
 
-    with pytest.raises(ZeroDivisionError, match="1") as caught:
+    with pytest.raises(ZeroDivisionError, match="2") as caught:
         train(recipe, on_step=on_step, overwrite=True)
     assert caught.traceback[-1].name == "on_step"
     assert {each.path for each in caught.traceback} == {Path(__file__)}, "no frame of anygauge"
-    assert Run(tmp_path / "run").outcome == "failed"
+    run = Run(tmp_path / "run")
+    assert run.outcome == "failed"
+    assert run.last_checkpoint is not None, "the steps that it took are lost"
+    assert run.last_checkpoint.name == "step-00000002"
 
 
 def test_a_run_that_is_refused_leaves_no_directory(model: Path, tmp_path: Path) -> None:

@@ -55,10 +55,13 @@ class Recorder:
         self.groups += groups
 
     @hookimpl
+    def before_train_step(self, run: RunInfo) -> None:
+        if run.step + 1 == self._fails_at:  # after a step, the run would save it
+            raise KeyError("the end of the first part")
+
+    @hookimpl
     def after_train_step(self, run: RunInfo, metrics: dict[str, float]) -> None:
         self.rows.append(metrics)
-        if run.step == self._fails_at:
-            raise KeyError("the end of the first part")
 
     @hookimpl
     def register_reward_functions(self) -> list[NamedFunction]:
@@ -147,7 +150,7 @@ def test_a_resumed_run_goes_on_with_what_was_kept(recipe: Path, tmp_path: Path) 
     keys = {"run__steps": 4, "rollout__over_sampling": 3, "rollout__partial_rollout": True}
     whole = run(recipe, run__name="whole", **keys)
     with pytest.raises(KeyError):
-        run(recipe, fails_at=3, run__name="parts", **keys)
+        run(recipe, fails_at=4, run__name="parts", **keys)
     (checkpoint,) = (tmp_path / "parts" / "checkpoints").iterdir()
     assert checkpoint.name == "step-00000002"
     states = [json.loads(path.read_text()) for path in checkpoint.rglob("*.json") if "rank" not in path.name]

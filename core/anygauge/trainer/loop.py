@@ -190,9 +190,9 @@ def take_steps(loop: Loop, should_stop: Callable[[], bool]) -> None:
         loop.session.state.finish_step(step)
         loop.session.track(metrics, step=step)
         _log.info("step %d of %d: %s", step, total, summary(metrics))
-        loop.session.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
-        loop.directory.check()  # the health file is written anew
-        with save_if_unhealthy(loop, step, learned=step > first):
+        with save_on_error(loop, step, learned=step > first):
+            loop.session.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
+            loop.directory.check()  # the health file is written anew
             monitor.check(metrics, step)
         ends = step < total and should_stop()
         evaluate_if_due(loop, ends=ends)
@@ -260,17 +260,21 @@ def tell_of_wait(plugins: Plugins, state: RunState, message: str) -> None:
 
 
 @contextmanager
-def save_if_unhealthy(loop: Loop, step: int, *, learned: bool) -> Iterator[None]:
-    """Write a checkpoint where a health rule ends the run, beside those of the steps that were well.
+def save_on_error(loop: Loop, step: int, *, learned: bool) -> Iterator[None]:
+    """Write a checkpoint where a plugin or a health rule ends the run, beside those that are there.
+
+    A signal is no ``Exception``: the second one stops the run at once.
 
     :param learned: Whether this part of the run has taken a step before, which would be lost.
     """
     try:
         yield
-    except HealthError as error:
+    except Exception as error:  # foreign code: on_step and plugins
+        loop.directory.check()  # never save into a directory that has taken the place of the run's
         if learned:
             save(loop, step, ends=True)
-        error.hint = f"{error.hint}\n  {resume_hint(loop)}"
+        if isinstance(error, HealthError):
+            error.hint = f"{error.hint}\n  {resume_hint(loop)}"
         raise
 
 

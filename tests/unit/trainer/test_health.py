@@ -15,7 +15,7 @@ from anygauge.config import Config
 from anygauge.health.record import HEALTH_FILE, Health, read_health
 from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
 from anygauge.trainer.health import HealthMonitor, health_metrics
-from anygauge.trainer.loop import save_if_unhealthy
+from anygauge.trainer.loop import save_on_error
 from anygauge_hooks.errors import HealthError
 
 
@@ -99,10 +99,10 @@ def test_the_error_says_where_the_run_can_go_on(tmp_path: Path) -> None:
         loop: Any = SimpleNamespace(
             config=config(save={"every": every}),
             checkpoints=None,
-            directory=SimpleNamespace(path=tmp_path),
+            directory=SimpleNamespace(path=tmp_path, check=lambda: None),
             session=SimpleNamespace(components=SimpleNamespace(trains=True)),
         )
-        with pytest.raises(HealthError) as raised, save_if_unhealthy(loop, 10, learned=True):
+        with pytest.raises(HealthError) as raised, save_on_error(loop, 10, learned=True):
             raise HealthError("Step 10: bad.", hint="Mend it.")
         return str(raised.value.hint)
 
