@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import json
 import math
@@ -692,6 +693,48 @@ def test_what_is_no_run_is_named_with_what_could_be_meant(make_run: MakeRun, tmp
 def test_a_page_that_cannot_be_written_is_an_error(make_run: MakeRun, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be written to .*missing"):
         write_report(make_run(), tmp_path / "missing" / "page.html")
+
+
+@pytest.mark.parametrize("content", ['{"step": 1}', "<!doctype html>", "# anygauge run report</title>"])
+def test_a_file_that_is_not_a_report_is_not_overwritten(
+    content: str, make_run: MakeRun, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").write_text(content)
+    (tmp_path / "link").symlink_to("mine")
+    for name in ("mine", "link"):
+        with pytest.raises(CheckpointError, match=f"{name}: the file exists and is not a report") as caught:
+            write_report(make_run(), tmp_path / name)
+        assert "Choose another name" in str(caught.value.hint)
+    assert (tmp_path / "mine").read_text() == content
+
+
+def test_an_earlier_report_an_empty_file_and_the_target_of_a_link_are_written(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    page, link = tmp_path / "page.html", tmp_path / "link"
+    link.symlink_to("page.html")
+    for steps, out in ((1, link), (2, link), (3, page)):
+        write_report(make_run(rows(steps)), out)
+        assert json.loads(Page(page).script(0))["axes"] == [list(range(1, steps + 1))]
+    assert link.is_symlink()
+    page.write_text("")
+    write_report(make_run(), page)
+    assert page.stat().st_size > 10_000
+
+
+def test_a_fifo_receives_the_page(make_run: MakeRun, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 2**20)  # room for the page: nothing reads before it is written
+    try:
+        write_report(make_run(rows(2)), fifo)
+        assert os.read(reader, 2**20).endswith(b"</html>")
+    finally:
+        os.close(reader)
+    assert fifo.is_fifo()
+    with pytest.raises(CheckpointError, match="Is a directory"):
+        write_report(make_run(), tmp_path)
 
 
 @pytest.mark.soak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,10 @@ REPORT_FILE = "report.html"
 """Name of the page in the run directory."""
 MOST_RUNS = 8
 """Runs that one page compares: as many as there are colors."""
+_TITLE_END = b" anygauge run report</title>"
+"""End of the title in ``base.html``, by which an earlier report is recognized."""
+_HEAD = 65_536
+"""Bytes in which the title is looked for; the names of the runs come before its end."""
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
@@ -21,7 +26,8 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
 
     :param directory: Directory of a run that has ended, goes on or has failed.
     :param out: The page; ``None`` takes ``report.html`` in the directory.
-    :raises CheckpointError: It is not a run directory, or the page cannot be written.
+    :raises CheckpointError: It is not a run directory, the page cannot be written, or it would overwrite
+        a file that is not a report.
     """
     from anygauge.observability.report.page import render_page
     from anygauge.observability.report.run_files import read_run
@@ -35,7 +41,8 @@ def write_comparison(directories: Sequence[Path], out: Path | None = None) -> Pa
 
     :param directories: Directories of two runs or more.
     :param out: The page; ``None`` takes ``compare-A-B.html`` beside the first directory.
-    :raises CheckpointError: One is no run directory, there are too many, or the page cannot be written.
+    :raises CheckpointError: One is no run directory, there are too many, the page cannot be written, or it
+        would overwrite a file that is not a report.
     """
     from anygauge.observability.report.compare import render_comparison
     from anygauge.observability.report.run_files import read_run
@@ -54,10 +61,26 @@ def write_comparison(directories: Sequence[Path], out: Path | None = None) -> Pa
 
 def _write(page: str, target: Path) -> Path:
     try:
-        replace_file(target, page)
+        is_file = target.is_file()
+        if is_file and not _is_report(target):
+            raise CheckpointError(
+                f"The report is not written to {target}: the file exists and is not a report of anygauge.",
+                hint="Choose another name with --out FILE, or remove that file.",
+            )
+        if is_file or not target.exists():
+            replace_file(Path(os.path.realpath(target)), page)  # a symlink stays
+        else:  # a FIFO or a device, which a renamed file would replace
+            target.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
         raise CheckpointError(
             f"The report cannot be written to {target}: {error.strerror or error}.",
             hint="Name a file in a directory that exists and that you may write to: --out FILE.",
         ) from error
     return target
+
+
+def _is_report(file: Path) -> bool:
+    """Return whether a file is an earlier report, or empty, as those that ``mktemp`` makes."""
+    with file.open("rb") as stream:
+        head = stream.read(_HEAD)
+    return not head or (head.startswith(b"<!doctype html>") and _TITLE_END in head)
