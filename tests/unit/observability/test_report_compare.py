@@ -55,6 +55,16 @@ def test_runs_share_charts_and_what_differs_is_listed(
     assert "one_a<output>3</output>" in flat.replace('"', "")
 
 
+def test_a_page_is_beside_the_first_run_also_where_that_is_the_working_directory(
+    runs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs[0])
+    page = Path("compare-one_a-two_b.html")
+    assert write_comparison([Path(), Path("..", runs[1].name)]) == runs[0].parent / page
+    monkeypatch.chdir(runs[0].parent)
+    assert write_comparison([Path(run.name) for run in runs]) == page
+
+
 def test_an_rl_run_and_an_sft_run_have_the_charts_of_both(runs: list[Path]) -> None:
     (runs[1] / "config.toml").write_text('[run]\ntask = "sft"\n')
     for run, own in zip(

@@ -54,8 +54,11 @@ def write_comparison(directories: Sequence[Path], out: Path | None = None) -> Pa
     places = [directory.resolve() for directory in directories]
     if twice := next((each for each in places if places.count(each) > 1), None):
         raise CheckpointError(f"{twice} is named twice.", hint="Name each run once.")
-    names = "-".join(directory.resolve().name for directory in directories)
-    target = directories[0].parent / f"compare-{names[:200]}.html" if out is None else out
+    names = "-".join(place.name for place in places)
+    parent = directories[0].parent
+    if parent.resolve() != places[0].parent:  # as for "." and for a symlink
+        parent = places[0].parent
+    target = parent / f"compare-{names[:200]}.html" if out is None else out
     return _write(render_comparison([read_run(each) for each in directories]), target)
 
 
