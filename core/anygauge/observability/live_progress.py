@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,10 @@ class LiveProgress:
         self._values: Mapping[str, float] = {}
         self._tail = [f"on {run.backend}"]
         self._live = Live(
-            get_renderable=lambda: self._lines(console.width), console=console, refresh_per_second=2
+            get_renderable=lambda: self._lines(console.width),
+            console=console,
+            refresh_per_second=2,
+            redirect_stderr=_are_both_terminals(console),
         )
         self.start, self.stop = self._live.start, self._live.stop
 
@@ -141,6 +145,18 @@ class LiveProgress:
         left = "-:--" if self._ends is None else format_duration(max(self._ends - now, 0.0))
         step = f"{self._run.step:>{len(str(total))}}/{total}"
         return _GAP.join([step, format_duration(now - self._began), f"{left} left", self._phase])
+
+
+def _are_both_terminals(console: Console) -> bool:
+    """Return whether standard error and the display are on a terminal, so that one would overwrite the other.
+
+    Redirected to a file, standard error stays there. Nor is it sent to a pipe that the user declared a
+    terminal, such as with ``FORCE_COLOR``: rich ends a program that prints to a pipe without a reader.
+    """
+    try:
+        return sys.stderr.isatty() and console.file.isatty()
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
 
 
 def _evaluated_config(run: RunInfo) -> Config | None:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from anygauge.observability.control_characters import VisibleFormatter
 
 __all__ = ["terminal_handler", "terminal_warnings"]
 
 
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to the current standard error, which the live display of a run replaces by its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def terminal_handler() -> logging.Handler:
     """Return the handler that shows warnings on standard error; the log of a run has more."""
-    handler = logging.StreamHandler()
+    handler = _StandardError()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
     return handler

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from anygauge.config import Config
 from anygauge.observability import plugin
 from anygauge.observability.live_progress import LiveProgress
 from anygauge.observability.progress import RunProgress
+from anygauge.observability.terminal_warnings import terminal_handler
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.types import RunInfo
 
@@ -275,6 +278,71 @@ def test_a_run_off_a_terminal_has_a_line_every_so_many_steps(run: RunInfo, outpu
     ]
 
 
+class Terminal(io.StringIO):
+    """Keeps what a terminal is sent."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """Return what it shows, if it is wide enough."""
+        lines, row, column = [""], 0, 0
+        for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|\r|\n|[^\r\n\x1b]+", self.getvalue()):
+            if part == "\n":
+                row, column = row + 1, 0
+                lines += [""] * (row == len(lines))
+            elif part == "\r":
+                column = 0
+            elif part == "\x1b[1A":
+                row -= 1
+            elif part == "\x1b[2K":
+                lines[row] = ""
+            elif part[0] != "\x1b":  # else a color, or whether the cursor is shown
+                line = lines[row].ljust(column)
+                lines[row] = line[:column] + part + line[column + len(part) :]
+                column += len(part)
+        return [line.rstrip() for line in lines]
+
+
+def warn_below_a_display(
+    run: RunInfo, console: Console, errors: TextIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warn as the commands do, whose handler is older than the display."""
+    monkeypatch.setattr(sys, "stderr", errors)
+    handler = terminal_handler()
+    progress = RunProgress(lambda: console, lambda: 0.0)
+    progress.before_train(run)
+    progress.after_rollout()
+    handler.handle(logging.LogRecord("any", logging.WARNING, "", 1, "first\nsecond", None, None))
+    progress.after_rollout()
+    progress.after_train(run)
+    assert sys.stderr is errors
+
+
+def test_every_line_of_a_warning_is_above_the_display(
+    run: RunInfo, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    warn_below_a_display(run, Console(file=terminal, width=80), terminal, monkeypatch)
+    first, second, head, tail, *_ = terminal.lines()
+    assert [first, second, tail] == ["WARNING: first", "second", "on cpu"]
+    assert head.startswith("demo")
+    assert head.endswith("training")
+
+
+@pytest.mark.parametrize(("out", "errors"), [(Terminal, io.StringIO), (io.StringIO, Terminal)])
+def test_a_warning_stays_on_standard_error_where_one_of_both_is_no_terminal(
+    out: type[io.StringIO],
+    errors: type[io.StringIO],
+    run: RunInfo,
+    threads: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    console, stderr = Console(file=out(), width=80, force_terminal=True), errors()
+    warn_below_a_display(run, console, stderr, monkeypatch)
+    assert stderr.getvalue() == "WARNING: first\nsecond\n"
+
+
 def screen(run: RunInfo, width: int, *steps: Callable[[LiveProgress], None]) -> list[str]:
     """Return the lines of a live display after some events, all of them in one moment."""
     output = io.StringIO()
@@ -287,6 +355,15 @@ def screen(run: RunInfo, width: int, *steps: Callable[[LiveProgress], None]) -> 
 
 
 LABELS = {"rollout/raw_reward": "reward", "train/grad_norm": "grad norm"}
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_display_needs_no_standard_error(
+    is_closed: bool, run: RunInfo, output: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output.close()
+    monkeypatch.setattr(sys, "stderr", output if is_closed else None)
+    assert screen(run, 80)[1] == "on cpu"
 
 
 def test_a_display_fits_80_columns_and_numbers_keep_their_places(run: RunInfo) -> None:
