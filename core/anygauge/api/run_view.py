@@ -188,11 +188,10 @@ class RunView:
         return read_run(self.directory)
 
     def _export(self) -> Path | None:
+        from anygauge.observability.report.run_files import last_export
+
         self._check()
-        exports = [
-            path.parent for name in ("hf", "hf-step-*") for path in self.directory.glob(f"{name}/config.json")
-        ]
-        return max(exports, key=lambda path: (path / "config.json").stat().st_mtime, default=None)
+        return last_export(self.directory)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.directory)!r})"

@@ -217,12 +217,10 @@ def _discard(console: Console) -> None:
 
 def _checkpoint_line(run: RunInfo) -> str:
     """Return the line about a run without a checkpoint, and its exports."""
-    directory = Path(run.directory)
-    exports = [*directory.glob("hf-step-*/config.json"), *directory.glob("hf/config.json")]
-    if not exports:
-        return "nothing was saved"
-    latest = max(exports, key=lambda path: path.stat().st_mtime).parent
-    return f"no checkpoint was saved, but the model is in {latest}"
+    from anygauge.observability.report.run_files import last_export  # not needed to load the plugin
+
+    export = last_export(Path(run.directory))
+    return f"no checkpoint was saved, but the model is in {export}" if export else "nothing was saved"
 
 
 def _first_line(run: RunInfo) -> str:

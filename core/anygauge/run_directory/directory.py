@@ -25,11 +25,11 @@ from anygauge.health.record import HEALTH_FILE
 from anygauge.observability.distributions import DISTRIBUTIONS_FILE
 from anygauge.observability.jsonl import METRICS_FILE
 from anygauge.observability.profiler import PROFILES
-from anygauge.observability.report.run_files import ENVIRONMENT_FILE
+from anygauge.observability.report.run_files import ENVIRONMENT_FILE, EXPORTS
 from anygauge.observability.timeline import TIMELINE_FILE
 from anygauge.run_directory.checkpoint_reader import DIRECTORY as CHECKPOINTS
 from anygauge.run_directory.checkpoint_reader import Checkpoint, checkpoint_paths, latest_checkpoint
-from anygauge.run_directory.resume import EXPORTS, check_changes, is_changed, log_changes, set_aside
+from anygauge.run_directory.resume import check_changes, is_changed, log_changes, set_aside
 from anygauge.wording import listed
 from anygauge_hooks.errors import CheckpointError
 

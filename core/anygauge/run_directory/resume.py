@@ -19,16 +19,14 @@ from anygauge.config.secret_values import masked
 from anygauge.config.tree import flatten, is_inside
 from anygauge.disk import free_name, parse_toml, remove_abandoned
 from anygauge.health.record import HEALTH_FILE
+from anygauge.observability.report.run_files import EXPORTS
 from anygauge.run_directory.checkpoint_reader import Checkpoint, checkpoint_paths
 from anygauge.run_directory.checkpoints import SUPERSEDED, append_only_files, installed_packages
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["EXPORTS", "check_changes", "is_changed", "log_changes", "set_aside"]
+__all__ = ["check_changes", "is_changed", "log_changes", "set_aside"]
 
 logger = logging.getLogger(__name__)
-
-EXPORTS = ("hf", "hf-step-*")
-"""Names of the exported models in a run directory, as patterns."""
 
 HARMLESS = (
     *("run.name", "run.directory", "run.steps", "run.overwrite", "run.resume", "run.accept_changes"),

@@ -17,6 +17,7 @@ from anygauge.config.schema import Lora
 from anygauge.data.media.finder import MediaFinder
 from anygauge.hub import localized
 from anygauge.hub.names import model_name
+from anygauge.observability.report.run_files import last_export
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import check_reward
 from anygauge.run_directory.checkpoint_reader import (
@@ -80,11 +81,10 @@ def find_checkpoint(source: Path) -> Checkpoint | None:
 
 def _instead(source: Path) -> str:
     """Return what to name instead of a directory."""
-    exports = [each.parent for name in ("hf", "hf-step-*") for each in source.glob(f"{name}/config.json")]
     places = (source, source.parent, source.parent / DIRECTORY)
-    steps = [each for place in places for each in checkpoint_paths(place) if each != source]
-    if meant := [*exports, *steps]:
-        return f"Did you mean --checkpoint {meant[0]}?"
+    steps = (each for place in places for each in checkpoint_paths(place) if each != source)
+    if meant := last_export(source) or next(steps, None):
+        return f"Did you mean --checkpoint {meant}?"
     name = model_name("--checkpoint", source)
     named = f" A model on a hub is named with --model.path {name}." if name else ""
     return f"Name runs/NAME, runs/NAME/checkpoints/step-N, or a directory with config.json.{named}"

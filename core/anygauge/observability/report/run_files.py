@@ -17,12 +17,23 @@ from anygauge.observability.samples import SAMPLES_FILE
 from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["CAPABILITIES_FILE", "CONFIG_FILE", "ENVIRONMENT_FILE", "RunFiles", "check_run", "read_run"]
+__all__ = [
+    "CAPABILITIES_FILE",
+    "CONFIG_FILE",
+    "ENVIRONMENT_FILE",
+    "EXPORTS",
+    "RunFiles",
+    "check_run",
+    "last_export",
+    "read_run",
+]
 
 CONFIG_FILE = "config.toml"
 ENVIRONMENT_FILE = "environment.json"
 CAPABILITIES_FILE = "capabilities.json"
 DRIVER_LOG = "logs/driver.log"
+EXPORTS = ("hf", "hf-step-*")
+"""Names of the exported models, as patterns."""
 
 _LOG_LINES = 30
 _LOG_BYTES = 16_384
@@ -100,6 +111,13 @@ def check_run(directory: Path) -> None:
         f"{directory} is not a run directory: it has neither {', '.join(marks[:-1])} nor {marks[-1]}.",
         hint=_neighbors(directory),
     )
+
+
+def last_export(directory: Path) -> Path | None:
+    """Return the latest exported model of a run, a Hugging Face directory; ``None`` if there is none."""
+    configs = [path for name in EXPORTS for path in directory.glob(f"{name}/config.json")]
+    latest = max(configs, key=lambda path: path.stat().st_mtime, default=None)
+    return None if latest is None else latest.parent
 
 
 def _neighbors(directory: Path) -> str:
