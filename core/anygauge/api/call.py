@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from anygauge.api.settings import free_name, is_config_file, model_tree, tree_of
 from anygauge.config.load import read_tree
 from anygauge.config.rules.file import INPUTS
 from anygauge.config.schema import Config
-from anygauge.config.schema.section import NAME_PATTERN
+from anygauge.config.schema.section import is_name
 from anygauge.config.tree import Tree, merge
-from anygauge.disk import LONGEST_NAME
 from anygauge_hooks.errors import ConfigError, DataError
 
 __all__ = ["Call", "check_keywords"]
@@ -178,9 +176,9 @@ class Call:
 
     def _inputs_directory(self) -> Path:
         name = self.get("run", "name")
-        is_name = isinstance(name, str) and re.match(NAME_PATTERN, name) and len(name) <= LONGEST_NAME
         # Another name will be refused, and the rows discarded.
-        return (self._directory / (name if is_name else "unnamed") / INPUTS).absolute()
+        folder = name if isinstance(name, str) and is_name(name) else "unnamed"
+        return (self._directory / folder / INPUTS).absolute()
 
     def _use(self, key: str, name: str, rows: WrittenRows) -> None:
         """Set the keys of a file of rows, and those that follow from what the rows have."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config.schema import DataFile
-from anygauge.config.schema.section import NAME_PATTERN
+from anygauge.config.schema.section import is_name
 from anygauge.failures import on_failure
 from anygauge_hooks.errors import DataError
 
@@ -114,7 +113,7 @@ class Inputs:
                 partial.unlink()
                 raise DataError(f"{name}: the data has no rows.", hint="Give at least one.")
             # Another name will be refused as the config is checked.
-            stem = name if re.fullmatch(NAME_PATTERN, name) else "rows"
+            stem = name if is_name(name) else "rows"
             path = self.directory / f"{stem}-{digest.hexdigest()[:12]}.jsonl"
             if not path.exists():
                 self._written.append(path)

@@ -26,7 +26,7 @@ from anygauge.config.deprecated_keys import renamed_keys
 from anygauge.config.overrides import read_overrides
 from anygauge.config.rules.algorithm import algorithm_warnings
 from anygauge.config.schema import Config
-from anygauge.config.schema.section import NAME_PATTERN
+from anygauge.config.schema.section import is_name
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import Tree, covers, flatten, merge, plain
 from anygauge.config.validate import NONE, QUOTES, Checked, as_written, problems_of, validate
@@ -246,7 +246,7 @@ def _named(tree: Tree, path: Path) -> Tree:
     """Return a file's tree, with the name of the file for that of a run that has none."""
     run = tree.get("run", {})
     is_free = isinstance(run, dict) and "name" not in run
-    if is_free and re.fullmatch(NAME_PATTERN, path.stem):
+    if is_free and is_name(path.stem):
         return {**tree, "run": {**run, "name": path.stem}}
     return tree
 

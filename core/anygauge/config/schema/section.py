@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +22,7 @@ __all__ = [
     "Probability",
     "Seconds",
     "Section",
+    "is_name",
     "list_as_tuple",
     "path_alone",
 ]
@@ -59,6 +61,11 @@ class Section(BaseModel):
         """Mask secrets: tracebacks and traces of hook calls print configs."""
         for name, value in super().__repr_args__():
             yield name, masked({name or "": value})[name or ""]
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text can be a :data:`Name`."""
+    return re.fullmatch(NAME_PATTERN, text) is not None and len(text) <= LONGEST_NAME
 
 
 def path_alone(value: Any) -> Any:
