@@ -253,7 +253,7 @@ class WorkerFailedError(AnygaugeError, RuntimeError):
 
     code = "AG702"
 
-    def deliberate(self) -> AnygaugeError | None:
+    def original(self) -> AnygaugeError | None:
         """Return the error of this project that the worker raised, its rank first; ``None`` for any other."""
         if not isinstance(self.__cause__, AnygaugeError):
             return None

@@ -49,8 +49,8 @@ class _errors_of_workers(ContextDecorator):
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, WorkerFailedError) and not _is_debugged() and (theirs := error.deliberate()):
-            raise theirs from None
+        if isinstance(error, WorkerFailedError) and not _is_debugged() and (original := error.original()):
+            raise original from None
 
 
 def _is_debugged() -> bool:

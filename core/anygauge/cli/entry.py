@@ -172,4 +172,5 @@ def _report(error: AnygaugeError) -> None:
 
 def _text(error: AnygaugeError) -> str:
     """Return an error as a user reads it: one that a worker raised on purpose without its traceback."""
-    return str((isinstance(error, WorkerFailedError) and error.deliberate()) or error)
+    original = error.original() if isinstance(error, WorkerFailedError) else None
+    return str(original or error)
