@@ -7,6 +7,7 @@ import re
 import shlex
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 NO_SGLANG = "SGLang is not installed"
 CHECK = "`anygauge train --dry-run --no-file-check`"
 TITLE = "# Written by `{command}` from {file}.\n# docs/migrate/{project}.md has the table of arguments.\n\n"
-TODO = "To complete, and to uncomment:"
+UNFINISHED = "To complete, and to uncomment:"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", metavar="NAME", help="check for this backend; default: as `anygauge train`"
     )
+
+
+def _comment(unfinished: Sequence[str]) -> str:
+    """Return the lines that the user must complete, as a comment."""
+    return "".join(f"# {line}\n" for line in (UNFINISHED, *unfinished)) + "\n" if unfinished else ""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
         tree = _tree(result, file)
     command = shlex.join(["anygauge", "import", args.project, file.name])
     title = TITLE.format(command=ascii(command)[1:-1], file=ascii(file.name)[1:-1], project=args.project)
-    todo = "".join(f"# {line}\n" for line in (TODO, *result.todo)) + "\n" if result.todo else ""
-    _write(args, title + todo + tomli_w.dumps(tree))
+    _write(args, title + _comment(result.unfinished) + tomli_w.dumps(tree))
     _report(result)
     _check(tree, args.backend)
     return 0

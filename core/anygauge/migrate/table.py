@@ -87,7 +87,7 @@ class Imported:
     unneeded: list[str] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)
     """Arguments without a counterpart, each with the reason or what to do instead."""
-    todo: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
     """Keys that only the user can complete, as lines of TOML outside of any table."""
 
     def put(self, key: str, value: Any) -> None:

@@ -224,7 +224,7 @@ def _reward(given: Mapping[str, Any], out: Imported) -> None:
         out.put("reward.function", "math")
     else:
         # A part of the reward alone would train another objective: without any, the config is not complete.
-        out.todo += _reward_lines(names)
+        out.unfinished += _reward_lines(names)
     for name in names:
         if name != ACCURACY:
             out.miss("reward_funcs", f"{name}: {MOVE}")
