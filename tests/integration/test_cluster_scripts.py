@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from anygauge.testing.tiny import tiny_qwen3
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "clusters"
+Start = Callable[..., subprocess.Popen[str]]
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 exec "$@"
@@ -27,15 +30,17 @@ exec "$@"
 SCONTROL = """#!/bin/bash
 printf 'node-%s\\n' $(seq "$SLURM_JOB_NUM_NODES")
 """
+# A signal before `exec`, or before `wait`, may be lost, so that these sleep briefly and look.
 ANYGAUGE = """#!/bin/bash
-trap 'kill $!; echo terminated >> "$CALLS"; exit 143' TERM # first: a test signals as soon as it sees the call
+trap 'echo "$1" >> "$CALLS-terminated"; exit 143' TERM # first: a test signals as soon as it sees the call
 echo "$@" >> "$CALLS"
 case " $* " in
-  *" --print-head "*) echo 10.0.0.1:7000 ;;
-  *" --run "*) exec sleep 600 ;;
-  *) until [[ $(grep -c -- "--run " "$CALLS") -ge $PARTS ]]; do sleep 0.02; done # a run waits for its nodes
-     sleep "$RUN_S" & wait $!; exit "$RUN_STATUS" ;;
+  *" --print-head "*) echo 10.0.0.1:7000; exit ;;
+  *" --run "*) RUN_STATUS=killed ;;
+  *) until [[ $(grep -c -- "--run " "$CALLS") -ge $PARTS ]]; do sleep 0.02; done ;; # waits for its nodes
 esac
+while [[ $RUN_STATUS == killed ]]; do sleep 0.02; done
+exit "$RUN_STATUS"
 """
 
 
@@ -64,22 +69,29 @@ def calls(slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_commands(slurm, anygauge=ANYGAUGE, ray="#!/bin/bash\n")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("PARTS", "2")
-    monkeypatch.setenv("RUN_S", "0")
     monkeypatch.setenv("RUN_STATUS", "0")
     return tmp_path / "calls"
 
 
-def sbatch(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        ["bash", str(SCRIPTS / "slurm.sbatch"), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+@pytest.fixture
+def sbatch() -> Iterator[Start]:
+    """Start jobs; what a failed test leaves of them is killed."""
+    jobs = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = ["bash", str(SCRIPTS / "slurm.sbatch"), *arguments]
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        jobs.append(subprocess.Popen(command, **output, start_new_session=True))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
 
 
-def test_a_slurm_job_starts_a_head_a_worker_and_the_run(calls: Path) -> None:
+def test_a_slurm_job_starts_a_head_a_worker_and_the_run(calls: Path, sbatch: Start) -> None:
     job = sbatch("c.toml", "--run.seed", "3")
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 0, output
@@ -94,15 +106,19 @@ def test_a_slurm_job_starts_a_head_a_worker_and_the_run(calls: Path) -> None:
         os.killpg(job.pid, 0)
 
 
-def test_a_slurm_job_ends_as_its_run_does(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_job_ends_as_its_run_does(
+    calls: Path, sbatch: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RUN_STATUS", "7")
     job = sbatch("c.toml")
     job.communicate(timeout=60)
     assert job.returncode == 7
 
 
-def test_a_warning_of_slurm_ends_the_run_in_order(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RUN_S", "600")
+def test_a_warning_of_slurm_ends_the_run_in_order(
+    calls: Path, sbatch: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUN_STATUS", "killed")
     job = sbatch("c.toml")
     deadline = time.monotonic() + 60
     while not (calls.exists() and "train" in calls.read_text()):
@@ -111,11 +127,11 @@ def test_a_warning_of_slurm_ends_the_run_in_order(calls: Path, monkeypatch: pyte
     job.send_signal(signal.SIGTERM)
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 143, output
-    assert "terminated" in calls.read_text()
+    assert "train" in Path(f"{calls}-terminated").read_text()
 
 
 def test_a_head_that_does_not_start_ends_the_job(
-    calls: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+    calls: Path, slurm: Path, sbatch: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_commands(slurm, ray="#!/bin/bash\nexit 1\n", srun="#!/bin/bash\nexit 1\n")
     job = sbatch("c.toml")
@@ -186,7 +202,7 @@ def write_recipe(directory: Path) -> Path:
 
 @pytest.mark.soak
 def test_a_slurm_job_trains_on_two_nodes(
-    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: Path, sbatch: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEVICES", "1")
     job = sbatch(str(write_recipe(tmp_path)))
