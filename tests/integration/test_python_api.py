@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import anygauge
 from anygauge import Run, evaluate, generate, train
 from anygauge.cli import main
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge_hooks.errors import CheckpointError, ConfigError, DataError
+from anygauge_hooks.errors import AnygaugeError, CheckpointError, ConfigError, DataError
 from anygauge_hooks.rl import Group
 from anygauge_tests.code_blocks import blocks
 from anygauge_tests.fork_server import ForkServers
@@ -154,10 +154,43 @@ def test_a_file_is_the_base_and_a_callback_may_raise(tmp_path: Path) -> None:
         train(recipe, on_step=on_step, overwrite=True)
     assert caught.traceback[-1].name == "on_step"
     assert {each.path for each in caught.traceback} == {Path(__file__)}, "no frame of anygauge"
+    assert Run(tmp_path / "run").outcome == "failed"
+
+
+def fail_at(step: int) -> Callable[..., None]:
+    """Return a callback that raises at a step."""
+    return lambda now, *_: 1 / (now - step) and None
+
+
+def scored(response: str) -> float:
+    if Path("broken").exists():
+        raise ZeroDivisionError
+    return 1.0
+
+
+@forked
+@pytest.mark.parametrize(
+    "failing",
+    [
+        {"on_step": fail_at(2)},
+        {"metrics": lambda step: {"half": 1 / (step - 2)}},
+        {"before_step": fail_at(3)},
+        {"before_step": lambda step: step == 3 and Path("broken").touch()},
+    ],
+    ids=["after", "metrics", "before", "reward"],
+)
+def test_what_is_learned_before_an_error_is_saved(tmp_path: Path, failing: Mapping[str, Any]) -> None:
+    recipe = tiny_recipe(tmp_path, run__steps=3, reward__function=None)
+    with pytest.raises((ZeroDivisionError, AnygaugeError)) as caught:
+        train(recipe, reward=scored, **failing)
+    if isinstance(caught.value, AnygaugeError):
+        assert "\n  --resume goes on from the last checkpoint.\n" in str(caught.value)
     run = Run(tmp_path / "run")
-    assert run.outcome == "failed"
     assert run.last_checkpoint is not None, "the steps that it took are lost"
     assert run.last_checkpoint.name == "step-00000002"
+    assert [row["step"] for row in run.metrics_list] == [1, 2]
+    Path("broken").unlink(missing_ok=True)
+    assert len(train(recipe, reward=scored, resume=True).metrics_list) == 3
 
 
 def test_a_run_that_is_refused_leaves_no_directory(model: Path, tmp_path: Path) -> None:

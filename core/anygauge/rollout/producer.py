@@ -132,7 +132,10 @@ class Producer:
         config = self._context.config
         known = len(self._waiting) + len(self._open) + len(self._done)
         if (missing := config.prompts_per_step + config.over_sampling - known) > 0:
-            await self._read(missing)
+            try:
+                await self._read(missing)
+            except Exception as error:  # noqa: BLE001 - foreign code: a data source; who takes gets the error
+                self._fail(error)
 
     async def keep_going(self, continuous: Continuous) -> None:
         """Keep groups under way from now on, also between two calls of :meth:`take`."""
@@ -149,16 +152,13 @@ class Producer:
     async def finish_open(self) -> None:
         """Return once every group that may start is done, so that no engine has anything left to do.
 
-        After :meth:`stop` nothing is waited for.
-
-        :raises RolloutError: The engines or too many rollouts failed.
-        :raises RewardError: Too many rollouts could not be scored.
+        After :meth:`stop` nothing is waited for. What failed is raised by :meth:`take`; the rest is ended.
         """
         while not (self._failure or self._is_stopped) and (self._open or self._missing() > 0):
             self._changed.clear()
             await self._changed.wait()
         if self._failure is not None:
-            raise self._failure
+            await self._gate.close()
 
     async def shut(self) -> None:
         """Let no request through; what the engines have goes on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,7 +72,7 @@ from anygauge.trainer.staleness import mask_stale
 from anygauge.trainer.state import TRAINING, RunState
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.data import DataSource
-from anygauge_hooks.errors import HealthError
+from anygauge_hooks.errors import AnygaugeError, HealthError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group, Prompt
 from anygauge_hooks.types import RunInfo
@@ -92,8 +93,8 @@ class Loop:
     """FLOPs per token of the model's forward pass, from the length of a sequence."""
     checkpoints: CheckpointWriter | None
     """``None`` where nothing is saved."""
-    next_prompts: Sequence[Prompt] = ()
-    """Read ahead of the next step."""
+    next_prompts: Future[Sequence[Prompt]] = field(default_factory=Future)
+    """Conversations that were read ahead of the next step, or what failed as they were."""
     media_flops: Callable[[Media], float] = free
     """FLOPs of a tower's forward pass over a medium."""
     save_s: float = 0.0
@@ -105,6 +106,8 @@ class Loop:
     """Evaluations that training does not wait for; ``None`` where it does."""
     groups: Sequence[Group] = ()
     """Scored groups of the step, from its rollouts to its end."""
+    first: int = 1
+    """First step of this part of the run."""
     trained: int = 0
     """Step that is being trained, or was last; 0 before the first of this part of the run."""
     is_stopping: bool = False
@@ -168,7 +171,8 @@ def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> Non
 
 def take_steps(loop: Loop, should_stop: Callable[[], bool]) -> None:
     """Take the remaining steps; the argument is that of :func:`run_loop`."""
-    config, total, first = loop.config, loop.config.run.steps, loop.info.step + 1
+    config, total = loop.config, loop.config.run.steps
+    loop.first = loop.info.step + 1
     take_step = choose_step(config)
     monitor = HealthMonitor(config, Path(loop.info.directory), loop.info.step)
     functions = metric_functions(config.run.metrics, loop.session.plugins)
@@ -178,25 +182,28 @@ def take_steps(loop: Loop, should_stop: Callable[[], bool]) -> None:
         evaluate(loop.session)
     elif loop.background is not None and loop.info.step % config.eval.interval == 0:
         loop.background.start()  # again: the record of one that was under way at the checkpoint is set aside
-    for step in range(first, total + 1):
+    for step in range(loop.first, total + 1):
         loop.directory.check()
-        loop.session.plugins.notify("before_train_step", run=loop.info)
+        with save_on_error(loop, step):
+            loop.session.plugins.notify("before_train_step", run=loop.info)
         with profiled(loop.session, step), record_phase(f"step {step}"):
             metrics = take_step(loop, step)
         if loop.save_s:
             metrics["perf/save_time"] = loop.save_s
-        metrics |= custom_metrics(functions, loop.groups, metrics, step=step)
-        loop.groups = ()
         loop.session.state.finish_step(step)
-        loop.session.track(metrics, step=step)
-        _log.info("step %d of %d: %s", step, total, summary(metrics))
-        with save_on_error(loop, step, learned=step > first):
+        with save_on_error(loop, step):
+            try:
+                metrics |= custom_metrics(functions, loop.groups, metrics, step=step)
+            finally:
+                loop.groups = ()
+                loop.session.track(metrics, step=step)
+                _log.info("step %d of %d: %s", step, total, summary(metrics))
             loop.session.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
             loop.directory.check()  # the health file is written anew
             monitor.check(metrics, step)
-        ends = step < total and should_stop()
-        evaluate_if_due(loop, ends=ends)
-        loop.directory.check()
+            ends = step < total and should_stop()
+            evaluate_if_due(loop, ends=ends)
+            loop.directory.check()
         started = time.perf_counter()
         with record_phase("save"):
             is_saved = save(loop, step, ends=ends)
@@ -222,12 +229,16 @@ def request_stop(loop: Loop) -> bool:
     return True
 
 
-def save_last(loop: Loop) -> None:
-    """Write a checkpoint of the last step, unless one is being written, and wait for it."""
+def save_last(loop: Loop, *, replaces: bool = True) -> None:
+    """Write a checkpoint of the last step, unless there is one, and wait for it.
+
+    :param replaces: Whether older checkpoints make room for it.
+    """
     checkpoints, step = loop.checkpoints, loop.info.step
-    assert checkpoints is not None, "the run is saved"
+    if checkpoints is None:
+        return
     if step not in (checkpoints.complete, checkpoints.writing):
-        announce(loop, checkpoints.start(step, loop.session.state.state_dict()))
+        announce(loop, checkpoints.start(step, loop.session.state.state_dict(), replaces=replaces))
     announce(loop, checkpoints.finish())
     if checkpoints.complete != step:
         _log.warning("the run ends without a checkpoint of step %d", step)
@@ -260,22 +271,34 @@ def tell_of_wait(plugins: Plugins, state: RunState, message: str) -> None:
 
 
 @contextmanager
-def save_on_error(loop: Loop, step: int, *, learned: bool) -> Iterator[None]:
-    """Write a checkpoint where a plugin or a health rule ends the run, beside those that are there.
+def save_on_error(loop: Loop, step: int) -> Iterator[None]:
+    """Save the steps that are complete where data, a function of the user or a health rule ends the run.
 
-    A signal is no ``Exception``: the second one stops the run at once.
+    The checkpoint is written beside those that are there. In the first step of this part of the run there is
+    nothing to save. A signal is no ``Exception``: the second one stops the run at once.
 
-    :param learned: Whether this part of the run has taken a step before, which would be lost.
+    :param step: Step that the block belongs to, which has not begun to train, or is complete.
     """
     try:
         yield
-    except Exception as error:  # foreign code: on_step and plugins
-        loop.directory.check()  # never save into a directory that has taken the place of the run's
-        if learned:
-            save(loop, step, ends=True)
-        if isinstance(error, HealthError):
-            error.hint = f"{error.hint}\n  {resume_hint(loop)}"
+    except RolloutsStopped:  # by the first signal, after which the run is saved in order
         raise
+    except Exception as error:  # foreign code: plugins, rewards, metrics and data
+        loop.directory.check()  # never save into a directory that has taken the place of the run's
+        has_learned = step > loop.first
+        if has_learned and not loop.session.workers.is_ended:
+            try_to_save(loop)
+        if isinstance(error, AnygaugeError) and (has_learned or isinstance(error, HealthError)):
+            error.hint = "\n  ".join(filter(None, (error.hint, resume_hint(loop))))
+        raise
+
+
+def try_to_save(loop: Loop) -> None:
+    """Save the last step in a run that an error ends; where that fails too, a warning says so."""
+    try:
+        save_last(loop, replaces=False)
+    except AnygaugeError as error:
+        _log.warning("step %d could not be saved: %s", loop.info.step, error)
 
 
 def resume_hint(loop: Loop) -> str:
@@ -317,7 +340,7 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     started = time.perf_counter()
     config = loop.config
     assert loop.rollouts is not None, "the run trains on rollouts"
-    with record_phase("generate"):
+    with record_phase("generate"), save_on_error(loop, step):
         groups, reward_s = loop.rollouts.collect(step)
     loop.groups, loop.trained = groups, step
     version = None if replays_rollouts(config) else loop.session.state.version
@@ -395,7 +418,10 @@ def are_any_scored(groups: Sequence[Group]) -> bool:
 def train_on_conversations(loop: Loop, step: int) -> dict[str, float]:
     """Take one SFT step and return its metrics."""
     started, loop.trained = time.perf_counter(), step
-    rows = loop.next_prompts or draw_prompts(loop)
+    if step == loop.first:
+        draw_ahead(loop)
+    with save_on_error(loop, step):
+        rows = loop.next_prompts.result()
     batch = conversation_batch(rows)
     training = start_training(loop, step, batch)
     read_ahead(loop, step)
@@ -470,12 +496,17 @@ def read_ahead(loop: Loop, step: int) -> None:
         loop.rollouts.read_ahead(loop.session.state, goes_on=goes_on)
         return
     loop.session.state.source = loop.source.state_dict()
-    loop.next_prompts = draw_prompts(loop) if goes_on else ()
+    if goes_on:
+        draw_ahead(loop)
 
 
-def draw_prompts(loop: Loop) -> Sequence[Prompt]:
-    """Return the conversations of one step."""
-    return loop.source.next(loop.config.rollout.prompts_per_step)
+def draw_ahead(loop: Loop) -> None:
+    """Draw the conversations of the next step; what fails is raised once they are needed."""
+    loop.next_prompts = Future()
+    try:
+        loop.next_prompts.set_result(loop.source.next(loop.config.rollout.prompts_per_step))
+    except Exception as error:  # noqa: BLE001 - foreign code: a data source
+        loop.next_prompts.set_exception(error)
 
 
 def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
@@ -22,6 +23,10 @@ from anygauge_hooks.data import DataSource
 from anygauge_hooks.rl import Group
 
 __all__ = ["GroupSource", "RolloutScheduler", "open_rollout_scheduler", "producer_context"]
+
+
+STOP_S = 10.0
+"""Longest wait for the engines to end their requests once a step has failed."""
 
 
 class GroupSource(Protocol):
@@ -107,11 +112,20 @@ class RolloutScheduler:
         """Return the scored groups of the next step."""
         count, limit_s = self._config.rollout.prompts_per_step, self._config.run.timeout_s
         # A worker that does not answer is found by its own deadline, whose error says more.
-        groups: list[Group] = self._wait(
-            self._producer.take(count, timeout_s=2 * limit_s), "groups to train on"
-        )
+        taking = self._producer.take(count, timeout_s=2 * limit_s)
+        try:
+            groups: list[Group] = self._wait(taking, "groups to train on")
+        except Exception:  # what is saved now may need the devices of the engines
+            self._events.run(self._stopped())
+            raise
         self._steps -= 1
         return groups, 0.0 if self._scorer is None else self._scorer.take_seconds()
+
+    async def _stopped(self) -> None:
+        """End the engines' requests, unless an engine does not answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self._producer.stop()
 
     def keep_going(self) -> None:
         """Let groups be generated while training goes on, as many as their age and the run's end allow."""

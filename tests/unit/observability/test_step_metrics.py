@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from anygauge.observability.distributions import DISTRIBUTIONS_FILE, value_count
 from anygauge.observability.reward_parts import PartNames
 from anygauge.trainer import loop as module
 from anygauge.trainer.state import TRAINING
+from anygauge_hooks.errors import DataError
 from anygauge_hooks.rl import Group, Prompt
 from anygauge_hooks.types import NamedFunction
 from anygauge_tests.scoring import sample as make_sample
@@ -51,7 +53,8 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> module.Loop:
         SimpleNamespace(version=2, part_names={TRAINING: PartNames()}),
     )
     session = SimpleNamespace(plugins=plugins, components=components, state=state, media=None)
-    fields: dict[str, Any] = {"config": config, "session": session, "next_prompts": (PROMPT,)}
+    source = SimpleNamespace(next=lambda count: (PROMPT,))
+    fields: dict[str, Any] = {"config": config, "session": session, "source": source, "first": 1}
     fields["info"] = SimpleNamespace(directory=str(tmp_path), total_steps=100)
     fields |= {"flops": (lambda length: 1.0, None, ()), "rollouts": rollouts}
     return cast(module.Loop, SimpleNamespace(**fields))
@@ -61,6 +64,24 @@ def test_a_step_of_conversations(loop: module.Loop) -> None:
     metrics = module.train_on_conversations(loop, 1)
     assert metrics["train/loss"] == 0.5
     assert (metrics["train/tokens"], metrics["train/sums/tokens"]) == (2, 2)
+
+
+def test_conversations_that_cannot_be_read_end_the_step_that_needs_them(
+    loop: module.Loop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are read while the step before is trained, which is complete and saved."""
+    monkeypatch.undo()
+
+    def fail(count: int) -> Sequence[Prompt]:
+        raise DataError("row 3 is gone")
+
+    fields = cast(Any, loop)
+    fields.rollouts, fields.source = None, SimpleNamespace(next=fail, state_dict=dict)
+    fields.directory = SimpleNamespace(path=tmp_path, check=lambda: None)
+    fields.session.workers = SimpleNamespace(is_ended=True)  # nothing is saved here
+    module.read_ahead(loop, 1)
+    with pytest.raises(DataError, match="row 3 is gone"):
+        module.train_on_conversations(loop, 2)
 
 
 def test_a_step_of_rollouts(loop: module.Loop) -> None:

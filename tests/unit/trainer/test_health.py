@@ -16,7 +16,7 @@ from anygauge.health.record import HEALTH_FILE, Health, read_health
 from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
 from anygauge.trainer.health import HealthMonitor, health_metrics
 from anygauge.trainer.loop import save_on_error
-from anygauge_hooks.errors import HealthError
+from anygauge_hooks.errors import HealthError, WorkerDiedError
 
 
 def config(**sections: Any) -> Config:
@@ -100,9 +100,11 @@ def test_the_error_says_where_the_run_can_go_on(tmp_path: Path) -> None:
             config=config(save={"every": every}),
             checkpoints=None,
             directory=SimpleNamespace(path=tmp_path, check=lambda: None),
-            session=SimpleNamespace(components=SimpleNamespace(trains=True)),
+            session=SimpleNamespace(workers=SimpleNamespace(is_ended=False)),
+            first=9,
+            info=SimpleNamespace(step=10),
         )
-        with pytest.raises(HealthError) as raised, save_on_error(loop, 10, learned=True):
+        with pytest.raises(HealthError) as raised, save_on_error(loop, 10):
             raise HealthError("Step 10: bad.", hint="Mend it.")
         return str(raised.value.hint)
 
@@ -111,6 +113,27 @@ def test_the_error_says_where_the_run_can_go_on(tmp_path: Path) -> None:
     assert hint(None) == f"{nothing} Set save.every to save checkpoints."
     (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)  # of an earlier part of the run
     assert hint(None) == hint(20) == "Mend it.\n  --resume goes on from the last checkpoint."
+
+
+def test_an_error_is_raised_also_where_nothing_can_be_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def dead(*_: object, **__: object) -> None:
+        raise WorkerDiedError("rank 0 is dead")
+
+    loop: Any = SimpleNamespace(
+        config=config(),
+        checkpoints=SimpleNamespace(complete=0, writing=None, start=dead),
+        directory=SimpleNamespace(path=tmp_path, check=lambda: None),
+        session=SimpleNamespace(
+            workers=SimpleNamespace(is_ended=False), state=SimpleNamespace(state_dict=dict)
+        ),
+        first=1,
+        info=SimpleNamespace(step=2),
+    )
+    with pytest.raises(ZeroDivisionError), save_on_error(loop, 2):
+        raise ZeroDivisionError
+    assert caplog.messages == ["step 2 could not be saved: rank 0 is dead\n  [AG701]"]
 
 
 def test_limits_that_are_off(tmp_path: Path) -> None:

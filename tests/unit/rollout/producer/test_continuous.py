@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from anygauge.rollout.groups import group_state, rollouts_state
 from anygauge.rollout.live import LiveRollout
 from anygauge.rollout.producer import Continuous, Producer, RolloutsStopped
 from anygauge.rollout.staleness import Staleness
-from anygauge_hooks.errors import CheckpointError, RolloutError
+from anygauge_hooks.errors import CheckpointError, DataError, RewardError, RolloutError
 from anygauge_hooks.rl import Group, Prompt, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_tests.scripted_engine import ListSource, ScriptedEngine
@@ -180,6 +180,49 @@ def test_who_waits_for_groups_is_stopped_once_the_engines_are_idle(
             await producer.take(2, timeout_s=20)
         await passes()
         assert len(engine.requests) == 2
+
+    run(producer, body)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_what_fails_while_a_step_is_trained_is_raised_by_the_next(
+    make_producer: MakeProducer, prompts: list[Prompt], steps: bool
+) -> None:
+    """The step before is complete by then, and can be saved."""
+    source = ListSource(prompts, epochs=None)
+    producer = make_producer(ScriptedEngine(counting), source=source, **ONE)
+
+    def fail(count: int) -> Sequence[Prompt]:
+        raise DataError("row 3 is gone")
+
+    async def body() -> None:
+        await producer.take(2, timeout_s=20)
+        source.next = fail  # type: ignore[method-assign]
+        if steps:
+            await producer.read_ahead()
+        else:
+            await producer.keep_going(Continuous(groups=2))
+            await producer.finish_open()
+        with pytest.raises(DataError, match="row 3 is gone"):
+            await producer.take(2, timeout_s=20)
+
+    run(producer, body)
+
+
+def test_once_a_group_has_failed_the_engines_are_emptied(make_producer: MakeProducer) -> None:
+    def fail(groups: list[Group]) -> list[Group]:
+        raise RewardError("a reward failed")
+
+    engine = ScriptedEngine(counting, lambda request: None if group_of(request) == 0 else 1)
+    producer = make_producer(engine, score=fail, **ONE)
+
+    async def body() -> None:
+        await producer.keep_going(Continuous(groups=2))
+        async with asyncio.timeout(20):
+            await producer.finish_open()
+        assert engine.waiting == []
+        with pytest.raises(RewardError, match="a reward failed"):
+            await producer.take(2, timeout_s=20)
 
     run(producer, body)
 
