@@ -75,7 +75,7 @@ def test_workers_that_find_no_room_are_an_error_with_numbers(launch: Launch) -> 
     started = time.monotonic()
     with pytest.raises(PlacementError) as caught:
         launch("ray", 100, start_timeout_s=0.5)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60, "it waited for the default"
     assert "No room for the workers of role actor on the Ray cluster at " in str(caught.value)
     assert "within 0.5 s: requested" in str(caught.value)
     assert "requested 100 x {anygauge_cpu: 1}, available:\n  node " in str(caught.value)

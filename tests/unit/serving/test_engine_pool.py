@@ -7,7 +7,6 @@ import gzip
 import json
 import os
 import resource
-import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -321,11 +320,8 @@ def test_an_abort_ends_the_pause_between_two_attempts(
 def test_all_attempts_share_one_deadline(servers: list[FakeServer]) -> None:
     async def work() -> None:
         async with fleet_of(*servers, request_timeout_s=0.3) as pool:
-            with slowed(*servers):
-                started = time.monotonic()
-                with pytest.raises(RolloutError, match="Request 0 failed in 1 attempts"):
-                    await pool.generate(endless(0))
-                assert time.monotonic() - started < 3
+            with slowed(*servers), pytest.raises(RolloutError, match="Request 0 failed in 1 attempts"):
+                await pool.generate(endless(0))
 
     run(work())
 
