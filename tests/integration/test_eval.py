@@ -134,6 +134,7 @@ def test_it_finds_what_the_run_found(
     frozen: list[int] = []
     monkeypatch.setattr(evaluate_command, "freeze_living_objects", lambda: frozen.append(1))
     others = [f"--{role}.path=not_there" for role in ("reference", "teacher", "critic")]
+    others += ["--save.best=eval/sums", '--run.metrics=["not_there:metric"]']
     needed = ["--algorithm.advantage=gae", *(f"--algorithm.{key}=0.1" for key in COMPARED)]
     found = evaluate(finished, "--checkpoint", str(finished / source), *others, *needed, config=config)
     step = found.pop("eval/step", None)

@@ -45,8 +45,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 Override = tuple[str, Any]
 OF_TRAINING: Sequence[Override] = (
-    *(("data.train", []), ("run.resume", False), ("run.overwrite", False)),
-    *(("save.every", "none"), ("save.hf_every", "none"), ("save.hf_at_end", False)),
+    *(("data.train", []), ("run.resume", False), ("run.overwrite", False), ("run.metrics", [])),
+    *((f"save.{key}", "none") for key in ("every", "best", "hf_every")),
+    ("save.hf_at_end", False),
     *(("debug.mode", "none"), ("debug.replay_rollouts", "none"), ("debug.replay_batches", "none")),
     ("debug.dump_batches", False),
     *((f"{role}.path", "none") for role in ("reference", "teacher", "critic")),
