@@ -133,7 +133,8 @@ class _Check:
             encoded = list(tokenizer.encode(self.prompt, add_special_tokens=False))
             back = tokenizer.decode(encoded)
         except Exception as error:  # noqa: BLE001 - foreign code: a tokenizer
-            return tokenizer, tokens, CheckRow("tokenizer", "FAIL", f"cannot encode the prompt: {error}")
+            found = f"cannot encode the prompt: {error}; give a --prompt of its alphabet"
+            return tokenizer, tokens, CheckRow("tokenizer", "FAIL", found)
         found = f"{len(encoded)} tokens, decoded to the same text"
         if beyond := [token for token in encoded if token >= size]:
             found = f"token {beyond[0]} is beyond the model's vocab_size of {size}"

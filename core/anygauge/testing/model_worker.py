@@ -31,6 +31,7 @@ ROLE = "train"
 """Role of this process, for the plugins that prepare it."""
 _SETTINGS: tuple[tuple[str, Any], ...] = (
     *(("run.name", "check-model"), ("run.task", "sft"), ("run.steps", 1), ("data.train", [])),
+    ("rollout.max_new_tokens", 1),  # the default is too many for a tiny model
     # One micro-batch holds all, in the numbers that transformers computes with, and gradients as they are.
     *(("train.dtype", "float32"), ("train.clip_grad", 0.0), ("train.micro_batch_tokens", 1_000_000)),
 )

@@ -20,6 +20,7 @@ def phi(tmp_path: Path) -> Path:
     """Return a directory of a tiny Phi, which transformers alone has."""
     size = len(tiny_tokenizer(tmp_path, alphabet="0123456789+-*/=."))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes["max_position_embeddings"] = 64  # as the demo's model has
     config = PhiConfig(vocab_size=size, **sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     return tmp_path
@@ -61,6 +62,7 @@ def test_made_up_tokens_are_no_padding(phi: Path, capsys: pytest.CaptureFixture[
     assert main([*arguments, "--prompt", "What?"]) == 1
     (failed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
     assert failed.startswith("FAIL     tokenizer"), "the padding token has no gradient in transformers"
+    assert failed.endswith("give a --prompt of its alphabet")
 
 
 def test_a_model_is_cut_to_its_first_layers(phi: Path, capsys: pytest.CaptureFixture[str]) -> None:

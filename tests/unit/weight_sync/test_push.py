@@ -53,7 +53,7 @@ def peer(server: FakeServer, **more: Any) -> SGLangPeer:
 
 
 def make(transport: str, directory: Path, **options: Any) -> WeightPusher:
-    deadline_s = options.setdefault("deadline_s", 20.0)
+    deadline_s = options.setdefault("deadline_s", 60.0)
     makers: dict[str, Callable[[], WeightTransport]] = {
         "tensor": TensorTransport,
         "disk": lambda: DiskTransport(directory, directory / "model"),
