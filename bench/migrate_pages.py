@@ -30,7 +30,8 @@ READ = {
 shape of a model comes from its `config.json`.""",
     "verl": """This reads a shell script or a YAML config. Of a shell script it takes the overrides
 of the command (`actor_rollout_ref.actor.optim.lr=1e-6`). Of a YAML config it takes all keys but
-nulls and values that refer to other keys (`${...}`); a file with aliases is refused.""",
+nulls and values that refer to other keys (`${...}`); a file with aliases is refused. `$@` at the end
+of a command is taken as empty.""",
     "trl": """This reads one of three kinds of files:
 
 * a Python script: the arguments of the first `GRPOConfig`, `RLOOConfig` or `SFTConfig`, of its trainer
@@ -43,9 +44,11 @@ nulls and values that refer to other keys (`${...}`); a file with aliases is ref
 COMMON = """The file is not executed. Variables of a shell script have the values that the script gives them,
 in the order of the text. A default (`${NAME:-8}`) is used, `$HOME` is your home directory, and
 the environment is not read. Branches and loops are not followed, so a variable that is set in
-one is unknown. If a value is unknown, its key is listed for you to set. A variable that adds
-arguments to a command, such as `"$@"`, is listed as a note. If a default of the project differs
-from the one here, the config has the project's, so that a script means the same here.
+one is unknown. Of commands in `$(...)`, only `$(seq 16 8 256)` is known, up to 4,096 whole numbers.
+If a value, or a part of a list, is unknown, nothing is written for it, and its key is listed for you
+to set. A variable that adds arguments to a command, such as `$EXTRA`, is listed as a note. If a default
+of the project differs from the one here, the config has the project's, so that a script means the
+same here.
 
 The config is written to `--out`, or to standard output. The terminal lists the arguments without a
 counterpart, and then the keys that `anygauge train --dry-run --no-file-check` does not accept yet.

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from anygauge.migrate.shell import scalar
 from anygauge.migrate.table import Input, Unresolved
 
-__all__ = ["TRACKERS", "flat_yaml", "options", "whole"]
+__all__ = ["TRACKERS", "added_note", "flat_yaml", "options", "whole"]
 
 TRACKERS = ("wandb", "tensorboard", "trackio")
-NO_SWITCH = re.compile(r"(?!)")
-_ALL_ARGUMENTS = re.compile(r"\$[@*]|\$\{[@*].*\}|\$\{\w+\[[@*]\]\}")
-"""Expansions that are several words; a single argument never has one as its value."""
+NO_NAME = re.compile(r"(?!)")
+_POSITIONAL = re.compile(r"\$[@*]|\$\{[@*].*\}")
+_ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
 Default = TypeVar("Default")
 
 
 def options(
     words: Sequence[str | Unresolved],
-    switches: re.Pattern[str] = NO_SWITCH,
-    lists: Collection[str] = (),
+    switches: re.Pattern[str] = NO_NAME,
+    lists: re.Pattern[str] = NO_NAME,
 ) -> Input:
     """Return ``--key value ...`` by key: a switch is true, several values are a list.
 
-    A word that the text does not tell is a note if no argument can take it as a value.
+    An argument is unresolved if a word that the text does not tell is, or may be, among its values. Such a
+    word is a note if it may add arguments instead.
 
     :param switches: Names of arguments that take no value.
     :param lists: Names of arguments that take several values.
@@ -35,22 +36,42 @@ def options(
     {'lr': 1e-06, 'colocate': True, 'rollout-stop': ['a', 'b'], 'seed': 3}
     >>> options(["--lr", "1e-6", Unresolved("$EXTRA")]).arguments
     {'lr': 1e-06}
+    >>> options(["--sizes", "1", "2", Unresolved("$(...)")]).arguments
+    {'sizes': Unresolved(text='$(...)')}
     """
     values: dict[str, list[Any]] = {}
     notes: list[str] = []
-    name, is_complete = "", True
+    name, skipped = "", list[Unresolved]()
     for word in words:
         if isinstance(word, str) and word.startswith("--") and len(word) > 2:
             name, given, value = word[2:].partition("=")
-            values[name] = [scalar(value)] if given else []
-            is_complete = switches.fullmatch(name) is not None
-        elif isinstance(word, Unresolved) and (
-            ((is_complete or values[name]) and name not in lists) or _ALL_ARGUMENTS.fullmatch(word.text)
-        ):
-            notes.append(f"{word} is not known from the text; add its arguments to the command")
-        elif name:
-            values[name].append(scalar(word))
+            values[name], skipped = [scalar(value)] if given else [], []
+            continue
+        is_value = isinstance(word, str) or _takes(name, values.get(name, []), word, switches, lists)
+        if isinstance(word, Unresolved) and (not is_value or _ARRAY.fullmatch(word.text)):
+            notes.append(added_note(word, name))
+            skipped.append(word)
+        if is_value and name:  # skipped words are within its values
+            values[name] += [*skipped, scalar(word)]
     return Input({name: _one(several) for name, several in values.items()}, tuple(notes))
+
+
+def _takes(
+    name: str, before: Sequence[Any], word: Unresolved, switches: re.Pattern[str], lists: re.Pattern[str]
+) -> bool:
+    """Return whether an argument takes an unresolved word as a value, after the values before it."""
+    is_list = lists.fullmatch(name) is not None
+    is_positional = _POSITIONAL.fullmatch(word.text) is not None
+    if before:  # a second value, unless it is of a list, would rather be more arguments
+        return not is_positional and (is_list or len(before) > 1)
+    is_several = is_positional or _ARRAY.fullmatch(word.text) is not None
+    return is_list or (name != "" and not is_several and not switches.fullmatch(name))
+
+
+def added_note(word: Unresolved, name: str = "") -> str:
+    """Return the note on an unresolved word that may add arguments, after the argument of a name."""
+    place = f" after --{name}" if name else ""
+    return f"{word}{place} is not known from the text; add its arguments to the command"
 
 
 def _one(values: list[Any]) -> Any:

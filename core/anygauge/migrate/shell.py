@@ -6,6 +6,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,22 @@ Words = list[str | Unresolved]
 
 LONGEST_WORD = 65_536
 MOST_WORDS = 20_000
+MOST_NUMBERS = 4096
+"""Numbers of one ``$(seq ...)``."""
+SEQUENCE = r"\$\([ \t]*seq(?:[ \t]+-?\d{1,9}){1,3}[ \t]*\)"
 _PIECES = re.compile(
     r"(?P<space>[ \t\r]+)|(?P<joined>\\\n)|(?P<end>\n|;|&&|\|\|?|&(?!>))|(?P<comment>(?<![^\s;&|(])#[^\n]*)"
     r"|(?P<single>'[^']*')|(?P<double>\"(?:[^\"\\]|\\.)*\")|(?P<escaped>\\.)"
     r"|(?P<sum>\$\(\((?:[^()\n]|\((?:[^()\n]|\([^()\n]*\))*\))*\)\))"
+    rf"|(?P<sequence>(?<![^\s(]){SEQUENCE}(?![^\s;&|)\\]))"
     r"|(?P<open>\$?\()|(?P<close>\))|(?P<tick>`[^`]*`)"
     r"|(?P<plain>\$\{[^{}\n]*(?:\{[^{}\n]*\}[^{}\n]*)*\}|[^\s'\"\\;&|()`$]+|.)",
     re.S,
 )
 _VARIABLE = re.compile(
     r"\$\{(?P<array>\w+)\[[@*]\]\}|\$\{(?P<name>\w+)(?P<default>:?-[^{}]*(?:\{[^{}]*\}[^{}]*)*)?\}"
-    r"|\$(?P<bare>[A-Za-z_]\w*)|\$\(\((?P<sum>.*?)\)\)|\$(?P<other>\{[^{}]*\}|[(@*#?$!\d-])|(?P<tick>`)",
+    r"|\$(?P<bare>[A-Za-z_]\w*)|\$\(\((?P<sum>.*?)\)\)|\$(?P<other>\{[^{}]*\}|[@*#?$!\d-])"
+    r"|(?P<output>\$\((?:[^()]|\([^()]*\))*\)|\$\(|`[^`]*`?)",
     re.S,
 )
 _ARRAY = re.compile(r"(\w+)(\+?)=")
@@ -58,20 +64,24 @@ def commands(text: str) -> Iterator[Words]:
     """
     variables: dict[str, str | Unresolved] = {"HOME": str(Path.home())}
     arrays: dict[str, Words] = {}
-    depth = 0
+    depth = total = 0
     for name, added, statement in _statements(text):
         depth, variable, raw = _unnested(depth, statement)
         if variable:
             variables[variable] = Unresolved(f"${variable}")
-        words = [word for each in raw for word in _expanded(each, variables, arrays)]
-        if len(words) > MOST_WORDS:
-            raise ValueError(f"a command expands to more than {MOST_WORDS} words")
+        expanded = (word for each in raw for word in _expanded(each, variables, arrays))
+        words = list(islice(expanded, MOST_WORDS + 1))
         if name:
             before = arrays.get(name, ()) if added else ()
             words = arrays[name] = [*before, *([Unresolved(f"${{{name}[@]}}")] if depth else words)]
         elif (assigned := _assigned(raw)) is not None:
             variables[assigned[0]] = _new_value(*assigned, variables, is_sure=not depth)
             continue
+        total += len(words)
+        if len(words) > MOST_WORDS or total > 10 * MOST_WORDS:
+            raise ValueError(
+                f"a command expands to more than {MOST_WORDS} words, or all to ten times as many"
+            )
         if words:
             yield words
 
@@ -111,7 +121,7 @@ def _statements(text: str) -> Iterator[tuple[str, bool, list[str]]]:
         elif kind == "open":
             depth, word = 1, f"{word}$(...)"
         elif kind not in ("space", "joined", "comment", "end", "close"):
-            word += piece
+            word += "$(...)" if kind == "tick" else piece
         else:
             words += [word] if word else []
             word = ""
@@ -165,6 +175,8 @@ def _expanded(raw: str, variables: Mapping[str, str | Unresolved], arrays: Mappi
     match = _VARIABLE.fullmatch(raw.strip('"'))
     if match is not None and match["array"]:
         return list(arrays.get(match["array"], ()))
+    if numbers := _sequence(raw):
+        return numbers
     value = _joined(raw, variables)
     name = match and (match["name"] or match["bare"])
     if not name or raw.startswith('"'):
@@ -172,7 +184,19 @@ def _expanded(raw: str, variables: Mapping[str, str | Unresolved], arrays: Mappi
     if isinstance(value, str):
         return list(value.split())  # as the shell splits a variable without quotes
     words = str(variables.get(name, "")).split()
-    return [Unresolved(word) if "$" in word else word for word in words] if len(words) > 1 else [value]
+    if len(words) < 2:
+        return [value]
+    return [Unresolved(word) if "$" in word else word for word in words]
+
+
+def _sequence(raw: str) -> Words:
+    """Return the whole numbers that ``$(seq ...)`` prints; none if there are too many, or it is none."""
+    if re.fullmatch(SEQUENCE, raw) is None:
+        return []
+    *before, last = map(int, re.findall(r"-?\d+", raw))
+    first, step = before[0] if before else 1, before[1] if before[1:] else 1
+    numbers = range(first, last + (1 if step > 0 else -1), step) if step else ()
+    return [str(number) for number in numbers] if len(numbers) <= MOST_NUMBERS else []
 
 
 def _joined(raw: str, variables: Mapping[str, str | Unresolved]) -> str | Unresolved:
@@ -210,13 +234,14 @@ def _substituted(text: str, variables: Mapping[str, str | Unresolved]) -> str | 
 
 def _value(match: re.Match[str], variables: Mapping[str, str | Unresolved]) -> str | Unresolved:
     name = match["name"] or match["bare"]
+    unknown = Unresolved("$(...)" if match["output"] else "".join(match[0].split()))  # spaces would split it
     if match["sum"] is not None:
-        return _sum(match["sum"], variables) or Unresolved(match[0])
+        return _sum(match["sum"], variables) or unknown
     if name and isinstance(known := variables.get(name), str) and known:
         return known
     if match["default"] and name not in variables:
         return _substituted(match["default"].removeprefix(":")[1:].strip("\"'"), variables)
-    return Unresolved(match[0])
+    return unknown
 
 
 def _sum(text: str, variables: Mapping[str, str | Unresolved]) -> str | None:

@@ -43,13 +43,11 @@ SWITCHES = re.compile(
     r"|offload-(train|rollout)|partial-rollout|rollout-shuffle|sequence-parallel"
 )
 """Arguments without a value: a variable after one is not its value."""
-LISTS = (
-    "prompt-data",
-    "eval-prompt-data",
-    "rollout-stop",
-    "rollout-stop-token-ids",
-    "rollout-external-engine-addrs",
+LISTS = re.compile(
+    r"(eval-)?prompt-data|rollout-stop(-token-ids)?|rollout-external-engine-addrs"
+    r"|sglang-(.*-graph-bs(-.*)?|lora-paths|lora-target-modules)"
 )
+"""Arguments with several values: a variable after one may be its value."""
 ICEPOP = "icepop_function"
 FULLY_ASYNC, SFT_ROLLOUT = "generate_rollout_fully_async", "sft_rollout"
 SFT_TABLES = ("algorithm.", "reward.", "rollout.", "eval.", "critic.")
@@ -142,7 +140,7 @@ def _data(given: Mapping[str, Any], out: Imported) -> None:
         ("multimodal-keys", "data.multimodal_keys"),
         ("apply-chat-template-kwargs", "data.chat_template_kwargs"),
     ):
-        if name in given:
+        if name in given and not isinstance(given[name], Unresolved):
             try:
                 out.put(key, json.loads(str(given[name])))
             except (ValueError, RecursionError):
@@ -154,13 +152,15 @@ def _data(given: Mapping[str, Any], out: Imported) -> None:
 
 
 def _listed(value: Any) -> list[Any] | None:
-    return value if isinstance(value, list) or value is None else [value]
+    if value is None or isinstance(value, Unresolved):
+        return None
+    return value if isinstance(value, list) else [value]
 
 
 def _files(value: Any) -> list[Any] | None:
     """Return data files; names and paths alternate where there are several words."""
     words = _listed(value)
-    if words is None or isinstance(value, Unresolved):
+    if words is None:
         return None
     if len(words) == 1 or len(words) % 2:
         return words

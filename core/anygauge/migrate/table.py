@@ -54,6 +54,11 @@ class Row:
         """Whether it stands for several arguments."""
         return self.name.endswith("*")
 
+    def keys_of(self, name: str) -> tuple[str, ...]:
+        """Return the keys of an argument that the row stands for."""
+        rest = name[len(self.name) - 1 :].replace("-", "_")
+        return tuple(key.replace("*", rest) for key in self.keys)
+
 
 @dataclass(frozen=True, slots=True)
 class Unresolved:
@@ -171,6 +176,7 @@ def _with_defaults(table: Mapping[str, Row], arguments: Mapping[str, Any]) -> di
 def _convert(table: Mapping[str, Row], name: str, value: Any, result: Imported) -> None:
     """Apply the row of an argument; one with a rule is left to the rules of its project."""
     row = _row_of(table, name)
+    keys = "" if row is None else ", ".join(row.keys_of(name))
     if row is None:
         result.miss(name, "not in the table of this project; look for a key with `anygauge keys WORD`")
     elif row.unneeded or (row.note and value is False):
@@ -178,9 +184,9 @@ def _convert(table: Mapping[str, Row], name: str, value: Any, result: Imported) 
     elif not row.keys:
         result.miss(row.name, row.note)
     elif isinstance(value, Unresolved):
-        result.miss(name, f"its value {_short(value)} is not known from the text; set {', '.join(row.keys)}")
+        result.miss(name, f"its value {_short(value)} is not known from the text; set {keys}")
     elif not _is_plain(value):
-        result.miss(name, f"its value cannot be written in TOML; set {', '.join(row.keys)}")
+        result.miss(name, f"its value cannot be written in TOML; set {keys}")
     elif _put(row, name, value, result):
         result.converted.append(name)
 
@@ -211,9 +217,8 @@ def _put(row: Row, name: str, value: Any, result: Imported) -> bool:
         result.miss(name, f"{_short(value)} has no counterpart (converted: {known}); see {row.keys[0]}")
         return False
     if not row.rule:
-        for key in row.keys:
-            rest = name[len(row.name) - 1 :].replace("-", "_")
-            result.put(key.replace("*", rest), row.values.get(text, value))
+        for key in row.keys_of(name):
+            result.put(key, row.values.get(text, value))
     return True
 
 

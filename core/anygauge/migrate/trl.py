@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeGuard
 
 from anygauge.migrate.arguments import TRACKERS, flat_yaml, options, whole
 from anygauge.migrate.shell import commands
@@ -21,7 +22,7 @@ AGGREGATIONS = {
     "cispo": "token_mean",
     "nll": "token_mean",
 }
-LISTS = ("lora_target_modules", "lora_modules_to_save", "report_to", "reward_funcs")
+LISTS = re.compile("lora_(target_modules|modules_to_save)|report_to|reward_funcs")
 EPOCHS = "num_train_epochs"
 LINEAR = "linear"
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", LINEAR: "cosine"}
@@ -105,6 +106,11 @@ def _data(given: Mapping[str, Any], out: Imported) -> None:
         out.put("data.label_key", "none")
 
 
+def _is_names(value: Any) -> TypeGuard[list[str]]:
+    """Return whether a value is a list of words, each of them known."""
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
 def _batches(given: Mapping[str, Any], out: Imported, task: str) -> int:
     """Set the batch sizes, and return the optimizer steps of a step."""
     accumulated = whole(given, "gradient_accumulation_steps", 1)
@@ -156,7 +162,7 @@ def _run(given: Mapping[str, Any], out: Imported) -> None:
     if given.get("save_strategy") == "no":
         out.put("save.every", "none")
     reports = given.get("report_to")
-    names = [str(each) for each in (reports if isinstance(reports, list) else [reports])]
+    names = reports if _is_names(reports) else [reports]
     if trackers := [name for name in TRACKERS if name in names]:
         out.put("run.trackers", ["jsonl", *trackers])
     if "trackio" in names:
@@ -170,7 +176,7 @@ def _lora(given: Mapping[str, Any], out: Imported) -> None:
     out.put("train.lora.alpha", given.get("lora_alpha", 32 if given.get("use_peft") else 8))
     for name, key in (("lora_target_modules", "targets"), ("lora_modules_to_save", "modules_to_save")):
         value = given.get(name)
-        names = [each.strip(", ") for each in value] if isinstance(value, list) else value
+        names = [each.strip(", ") for each in value] if _is_names(value) else value
         out.put(f"train.lora.{key}", [names] if isinstance(names, str) and names != "all-linear" else names)
 
 

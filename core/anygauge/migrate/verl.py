@@ -8,7 +8,7 @@ from itertools import dropwhile
 from pathlib import PurePath
 from typing import Any
 
-from anygauge.migrate.arguments import TRACKERS, flat_yaml, whole
+from anygauge.migrate.arguments import TRACKERS, added_note, flat_yaml, whole
 from anygauge.migrate.shell import commands, scalar
 from anygauge.migrate.table import Imported, Input, Unresolved, rows
 
@@ -47,6 +47,8 @@ LABEL = (
     "the answer is in reward_model.ground_truth of verl's rows, inside a table: write it into a field of its "
     "own, whose name data.label_key is"
 )
+LAST = ("$@", "$*")
+"""Ends nearly all scripts of verl, and is empty unless the user adds overrides."""
 _OVERRIDE = re.compile(r"(?P<name>\+{0,2}[A-Za-z_]\w*(\.\w+)*)=(?P<value>.*)", re.S)
 _ENVIRONMENT = re.compile(r"\w+=.*", re.S)
 
@@ -61,17 +63,22 @@ def read(text: str, name: str) -> Input:
         # The full config names fields of media for models of text too.
         return Input({name: value for name, value in leaves.items() if MEDIA.get(name) != value})
     arguments: dict[str, Any] = {}
+    notes: list[str] = []
     for words in commands(text):
+        is_verl = False
         for word in dropwhile(_is_environment, words):
             match = _OVERRIDE.fullmatch(str(word))
             if match is None or ("." not in match["name"] and "verl" not in " ".join(map(str, words[:8]))):
+                if is_verl and isinstance(word, Unresolved) and str(word) not in LAST:
+                    notes.append(added_note(word))
                 continue
+            is_verl = True
             unresolved = isinstance(word, Unresolved) and "$" in match["value"]
             value = Unresolved(match["value"]) if unresolved else _value(match["value"])
             arguments[match["name"].lstrip("+")] = value
     if not arguments:
         raise ValueError("it has no overrides such as data.train_batch_size=1024")
-    return Input(arguments)
+    return Input(arguments, tuple(notes))
 
 
 def _is_environment(word: str | Unresolved) -> bool:

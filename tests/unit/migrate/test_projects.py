@@ -157,6 +157,7 @@ def test_what_a_variable_adds_to_a_command_is_no_value(
     result = import_text(project, f"python train.py {arguments}", "run.sh")
     assert result.keys[key] == value
     notes = [why for name, why in result.missing if name == "the file"]
+    assert any(" after --" in note for note in notes)
     assert {note.split()[0] for note in notes} == set(re.findall(r"\$\w+|\$@", arguments))
     assert not any("its value" in why for _, why in result.missing)
 
@@ -168,6 +169,67 @@ def test_an_unresolved_part_of_a_list_leaves_the_list_open() -> None:
     assert "its value $LR is not known" in missing["lr"]
     assert not {"eval.data", "train.lr"} & set(keys)
     assert "run.trackers" not in keys_of("trl", "trl grpo --report_to wandb $X --beta 0", "a.sh")[0]
+
+
+SIZES = "sglang-cuda-graph-bs"
+
+
+@pytest.mark.parametrize(
+    ("project", "name", "text", "argument", "key"),
+    [
+        ("slime", "a.sh", f"--{SIZES} 1 2 $(cat sizes)", SIZES, "rollout.sglang.cuda_graph_bs"),
+        ("slime", "a.sh", f"--{SIZES} 1 `cat sizes`", SIZES, "rollout.sglang.cuda_graph_bs"),
+        ("slime", "a.sh", f"--{SIZES} 1 2 ${{A[@]}}", SIZES, "rollout.sglang.cuda_graph_bs"),
+        ("slime", "a.sh", f"--{SIZES} ${{A[@]}}", SIZES, "rollout.sglang.cuda_graph_bs"),
+        ("slime", "a.sh", "--sglang-a 1 $X 3", "sglang-a", "rollout.sglang.a"),
+        ("slime", "a.sh", "--sglang-a 1 2 $X", "sglang-a", "rollout.sglang.a"),
+        (
+            "slime",
+            "a.sh",
+            "--rollout-external-engine-addrs h:1 $X",
+            "rollout-external-engine-addrs",
+            "rollout.external",
+        ),
+        ("slime", "a.sh", "--multimodal-keys $X", "multimodal-keys", "data.multimodal_keys"),
+        ("trl", "a.sh", "--report_to wandb trackio $X", "report_to", "run.trackers"),
+        ("trl", "a.sh", "--lora_target_modules a $X --use_peft", "lora_target_modules", "train.lora.targets"),
+        ("trl", "a.py", "GRPOConfig(report_to=['wandb', X])", "report_to", "run.trackers"),
+        (
+            "trl",
+            "a.py",
+            "GRPOTrainer('m', peft_config=LoraConfig(target_modules=['q', X]))",
+            "lora_target_modules",
+            "train.lora.targets",
+        ),
+        ("verl", "a.sh", "verl data.train_files=['a',$X]", "data.train_files", "data.train"),
+        ("verl", "a.sh", "verl trainer.logger=['wandb',`a b`]", "trainer.logger", "run.trackers"),
+    ],
+)
+def test_a_list_that_is_known_in_part_is_not_written(
+    project: str, name: str, text: str, argument: str, key: str
+) -> None:
+    branch = "A=(3)\nif x; then A+=(4); fi\npython train.py --beta 0 --lr 1 "
+    keys, missing = keys_of(project, text if name == "a.py" or project == "verl" else branch + text, name)
+    assert key not in keys
+    assert missing[argument].startswith("its value ")
+    assert missing[argument].endswith(f"; set {key}")
+
+
+def test_numbers_of_a_sequence_are_a_list() -> None:
+    keys, _ = keys_of("slime", f"python train.py --{SIZES} 1 2 $(seq 16 8 32) --lr 1", "a.sh")
+    assert keys["rollout.sglang.cuda_graph_bs"] == [1, 2, 16, 24, 32]
+
+
+def test_a_variable_that_adds_overrides_is_a_note() -> None:
+    script = f'python $MODULE verl {ROLLOUT}n=2 $EXTRA ${{EXTRA}} "$@"'
+    result = import_text("verl", script, "a.sh")
+    notes = [why.split()[0] for name, why in result.missing if name == "the file"]
+    assert notes == ["$EXTRA", "${EXTRA}"]
+
+
+def test_a_list_of_numbers_is_left_to_the_schema() -> None:
+    keys, _ = keys_of("trl", "trl grpo --use_peft --lora_target_modules 1 2", "a.sh")
+    assert keys["train.lora.targets"] == [1, 2]
 
 
 def test_slime_with_sft_leaves_what_generates() -> None:

@@ -31,6 +31,8 @@ def last(text: str) -> list[object]:
         ("A=1\nA=2\nrun $A", ["run", "2"]),
         ('A="--a 1"\nA+=" --b 2"\nNEW+=3\nrun $A $NEW', ["run", "--a", "1", "--b", "2", "3"]),
         ("if x; then run --a 1; fi", ["run", "--a", "1"]),
+        ("run $(seq 16 8 32) $( seq 3 )\\\n $(seq 2 -1 1);", ["run", "16", "24", "32", *"123", *"21"]),
+        ("A=($(seq 1 2))\nrun ${A[@]} '$(seq 3)'", ["run", "1", "2", "$(seq 3)"]),
         ("python - <<EOF\nif x:\n  y()\nEOF\nN=1\nrun $N", ["run", "1"]),
     ],
 )
@@ -48,6 +50,22 @@ def test_a_word_that_only_a_run_knows_is_unresolved(
     assert isinstance(last(f"run {word}")[1], Unresolved)
     assert isinstance(last(f'A={word}\nrun "$A"')[1], Unresolved)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", ["3 1", "1 0 3", "4097", "1 999999999", "1 2 3 4", "a", "1.5", "-w 1 3", "1 $N"]
+)
+def test_numbers_that_are_none_or_too_many_are_unresolved(arguments: str) -> None:
+    unresolved = Unresolved("$(...)")
+    assert last(f"run $(seq {arguments})") == ["run", unresolved]
+    assert last('run "$(seq 3)" $(seq 3)x') == ["run", unresolved, Unresolved("$(...)x")]
+
+
+@pytest.mark.parametrize(
+    "value", ["`a b`", '"`a b`"', "$(a b)", '"$(a $(b c) d)"', "$(( 1 / 0 ))", '"${B:-1 2}"']
+)
+def test_an_unknown_value_of_a_variable_is_one_word(value: str) -> None:
+    assert last(f"if x; then B=3; fi\nA={value}\nrun $A") == ["run", Unresolved("$A")]
 
 
 @pytest.mark.parametrize("separator", ["; ", "\n"])
@@ -102,6 +120,10 @@ def test_expansions_that_multiply_are_refused() -> None:
     arrays = "A=(a b c d)\n" + "A=(${A[@]} ${A[@]})\n" * 60
     with pytest.raises(ValueError, match="more than 20000 words"):
         list(commands(arrays))
+    numbers = "$(seq 4096)"
+    for text in (f"{numbers} " * 20_000, f"A=({numbers})\n" * 17_000, f"A+=({numbers})\n" * 6):
+        with pytest.raises(ValueError, match="more than 20000 words"):
+            list(commands(text))
 
 
 @pytest.mark.parametrize("part", ["$((", '"\\', "'", "${", "$(", "a=(", "((", "${A:-", "# ", "$"])
