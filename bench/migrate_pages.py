@@ -3,16 +3,25 @@
 Run it after a change of the tables in core/anygauge/migrate; a test fails until then:
 
     .venv/bin/python bench/migrate_pages.py
+
+With `--try DIR`, a directory with checkouts named slime, verl and trl, it imports the scripts in TRIED
+instead and prints each row that differs; the status is 1 if one does. TRIED is edited by hand.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from anygauge.cli.entry import run
+from anygauge.cli.import_ import NO_SGLANG
 from anygauge.config.keys import PAGES
 from anygauge.migrate.table import PROJECTS, Row, rows
 
@@ -53,7 +62,8 @@ same here.
 The config is written to `--out`, or to standard output. The terminal lists the arguments without a
 counterpart, and then the keys that `anygauge train --dry-run --no-file-check` does not accept yet.
 `bench/migrate_pages.py` writes this page."""
-TRIED: Mapping[str, tuple[str, Sequence[tuple[str, int, int, int, str]]]] = {
+Tables = Mapping[str, tuple[str, Sequence[tuple[str, int, int, int, str]]]]
+TRIED: Tables = {
     "slime": (
         "slime 0.3.1 (commit 624b824a8)",
         (
@@ -152,6 +162,8 @@ def _tried(project: str) -> Iterator[str]:
     yield (
         f"The scripts are those of {version}. Arguments without a counterpart that share a row above\n"
         "count once. SGLang was not installed, so its arguments were not checked.\n"
+        "`bench/migrate_pages.py --try DIR` compares the table with checkouts in `DIR`; it was made by hand\n"
+        "from the output of `anygauge import`.\n"
     )
     yield "| script | converted | no key needed | no counterpart | dry run, but for SGLang |"
     yield "|---|---|---|---|---|"
@@ -168,7 +180,37 @@ def _escaped(text: str) -> str:
     return re.sub(r"<(?=\w)", "&lt;", text.replace("|", "\\|"))
 
 
+def tried(project: str, file: Path) -> tuple[int, int, int, str]:
+    """Return the counts of an import, and the keys that its dry run needs, as a row of TRIED has them."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as printed:
+        status = run(["import", project, str(file)])
+    text = printed.getvalue()
+    counts = re.search(
+        r"^converted: (\d+) arguments; (\d+) need no key\n(?:no counterpart: (\d+))?", text, re.M
+    )
+    if status or counts is None:
+        return 0, 0, 0, text.strip()
+    lines = text.partition("the config is not complete yet:\n")[2].splitlines()
+    needs = [line.split(":")[0].strip() for line in lines if NO_SGLANG not in line]
+    converted, unneeded, missing = (int(count or 0) for count in counts.groups())
+    return converted, unneeded, missing, ", ".join(needs) or "passes"
+
+
+def differences(checkouts: Path, tables: Tables = TRIED) -> Iterator[str]:
+    """Yield the rows that differ from those of an import of the scripts."""
+    for project, (version, scripts) in tables.items():
+        for path, *row in scripts:
+            if (now := [*tried(project, checkouts / project / path)]) != row:
+                yield f"{project} {path}: {now}; in the table of {version}: {row}"
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--try", dest="checkouts", type=Path, metavar="DIR")
+    if (checkouts := parser.parse_args().checkouts) is not None:
+        sys.exit("\n".join(differences(checkouts)) or 0)
     FOLDER.mkdir(exist_ok=True)
     for name in PROJECTS:
         (FOLDER / f"{name}.md").write_text(page(name), encoding="utf-8")
