@@ -180,7 +180,8 @@ def scored(response: str) -> float:
     ids=["after", "metrics", "before", "reward"],
 )
 def test_what_is_learned_before_an_error_is_saved(tmp_path: Path, failing: Mapping[str, Any]) -> None:
-    recipe = tiny_recipe(tmp_path, run__steps=3, reward__function=None)
+    evaluated = {"eval__data": [tmp_path / "data.jsonl"], "eval__interval": 2}
+    recipe = tiny_recipe(tmp_path, run__steps=3, reward__function=None, **evaluated)
     with pytest.raises((ZeroDivisionError, AnygaugeError)) as caught:
         train(recipe, reward=scored, **failing)
     if isinstance(caught.value, AnygaugeError):
@@ -188,9 +189,12 @@ def test_what_is_learned_before_an_error_is_saved(tmp_path: Path, failing: Mappi
     run = Run(tmp_path / "run")
     assert run.last_checkpoint is not None, "the steps that it took are lost"
     assert run.last_checkpoint.name == "step-00000002"
-    assert [row["step"] for row in run.metrics_list] == [1, 2]
+    assert [row["step"] for row in run.metrics_list] == [0, 1, 2]
+    assert run.health is not None
+    assert run.health.step == 2
     Path("broken").unlink(missing_ok=True)
-    assert len(train(recipe, reward=scored, resume=True).metrics_list) == 3
+    resumed = train(recipe, reward=scored, resume=True)
+    assert [row["step"] for row in resumed.metrics_list if "eval/data" in row] == [0, 2, 3]
 
 
 def test_a_run_that_is_refused_leaves_no_directory(model: Path, tmp_path: Path) -> None:

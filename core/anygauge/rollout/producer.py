@@ -11,8 +11,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from anygauge.failures import on_failure
 from anygauge.rollout.context import ProducerContext
 from anygauge.rollout.function_clock import FunctionClock
 from anygauge.rollout.gate import Gate
@@ -29,6 +31,7 @@ from anygauge.rollout.messages import late, named, shortage, why_short
 from anygauge.rollout.rollout_task import make_samples, score_and_filter
 from anygauge.rollout.staleness import Owed, Staleness, choose, is_met
 from anygauge.rollout.tally import Tally
+from anygauge_hooks.data import DataSource
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.rl import Group, Prompt
 from anygauge_hooks.rollout import SESSION
@@ -54,6 +57,12 @@ class Continuous:
     """Asked before a group starts, with the number of groups that are open, or done and not taken."""
     max_done: int | None = None
     """Groups that are done and not taken; at as many none is started. ``None`` takes ``groups``."""
+
+
+def draw(source: DataSource, count: int) -> Sequence[Prompt]:
+    """Return the next prompts of a source, which stands where it stood if it cannot give all of them."""
+    with on_failure(partial(source.load_state_dict, source.state_dict())):
+        return source.next(count)
 
 
 Rollouts = Sequence[LiveRollout]
@@ -390,7 +399,7 @@ class Producer:
 
     async def _read(self, count: int) -> None:
         async with self._reading:
-            prompts = await asyncio.to_thread(self._context.source.next, count)
+            prompts = await asyncio.to_thread(draw, self._context.source, count)
             for prompt in prompts:
                 self._waiting[self._drawn] = self._rollouts(self._drawn, prompt)
                 self._drawn += 1

@@ -22,10 +22,12 @@ class ScoringQueue:
     a reward already, or an error, is left as it is.
 
     :param score: Returns the groups with a reward, or the reason why there is none, on every sample.
+    :param cancel: Makes a call that is under way return soon.
     """
 
-    def __init__(self, score: Score) -> None:
+    def __init__(self, score: Score, cancel: Callable[[], object] = lambda: None) -> None:
         self._score = score
+        self._cancel = cancel
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._waiting: list[tuple[Group, asyncio.Future[Group]]] = []
         self._task: asyncio.Task[None] | None = None
@@ -71,8 +73,9 @@ class ScoringQueue:
                     answer.set_result(group)
 
     async def close(self) -> None:
-        """Wait for the call that is under way, and take no further one."""
+        """Cancel the call that is under way, and take no further one."""
         self._waiting.clear()
+        self._cancel()
         if self._task is not None:
             await asyncio.wait([self._task])
         self._thread.shutdown(wait=False)

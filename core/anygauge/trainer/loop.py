@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,7 +92,7 @@ class Loop:
     """FLOPs per token of the model's forward pass, from the length of a sequence."""
     checkpoints: CheckpointWriter | None
     """``None`` where nothing is saved."""
-    next_prompts: Future[Sequence[Prompt]] = field(default_factory=Future)
+    next_prompts: Sequence[Prompt] | Exception | None = None
     """Conversations that were read ahead of the next step, or what failed as they were."""
     media_flops: Callable[[Media], float] = free
     """FLOPs of a tower's forward pass over a medium."""
@@ -106,7 +105,7 @@ class Loop:
     """Evaluations that training does not wait for; ``None`` where it does."""
     groups: Sequence[Group] = ()
     """Scored groups of the step, from its rollouts to its end."""
-    first: int = 1
+    first_step: int = 1
     """First step of this part of the run."""
     trained: int = 0
     """Step that is being trained, or was last; 0 before the first of this part of the run."""
@@ -172,7 +171,7 @@ def run_loop(loop: Loop, should_stop: Callable[[], bool] = lambda: False) -> Non
 def take_steps(loop: Loop, should_stop: Callable[[], bool]) -> None:
     """Take the remaining steps; the argument is that of :func:`run_loop`."""
     config, total = loop.config, loop.config.run.steps
-    loop.first = loop.info.step + 1
+    loop.first_step = loop.info.step + 1
     take_step = choose_step(config)
     monitor = HealthMonitor(config, Path(loop.info.directory), loop.info.step)
     functions = metric_functions(config.run.metrics, loop.session.plugins)
@@ -180,9 +179,11 @@ def take_steps(loop: Loop, should_stop: Callable[[], bool]) -> None:
     loop.session.plugins.notify("before_train", run=loop.info)
     if not loop.info.step:
         evaluate(loop.session)
+    elif not loop.session.state.is_evaluated:
+        evaluate_if_due(loop)
     elif loop.background is not None and loop.info.step % config.eval.interval == 0:
         loop.background.start()  # again: the record of one that was under way at the checkpoint is set aside
-    for step in range(loop.first, total + 1):
+    for step in range(loop.first_step, total + 1):
         loop.directory.check()
         with save_on_error(loop, step):
             loop.session.plugins.notify("before_train_step", run=loop.info)
@@ -194,13 +195,9 @@ def take_steps(loop: Loop, should_stop: Callable[[], bool]) -> None:
         with save_on_error(loop, step):
             try:
                 metrics |= custom_metrics(functions, loop.groups, metrics, step=step)
-            finally:
+            finally:  # the step is complete, whatever a function of the user does
                 loop.groups = ()
-                loop.session.track(metrics, step=step)
-                _log.info("step %d of %d: %s", step, total, summary(metrics))
-            loop.session.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
-            loop.directory.check()  # the health file is written anew
-            monitor.check(metrics, step)
+                close_step(loop, monitor, metrics, step)
             ends = step < total and should_stop()
             evaluate_if_due(loop, ends=ends)
             loop.directory.check()
@@ -212,6 +209,17 @@ def take_steps(loop: Loop, should_stop: Callable[[], bool]) -> None:
         if ends or loop.is_stopping:
             _log.info("the run was told to stop after step %d of %d", step, total)
             break
+
+
+def close_step(loop: Loop, monitor: HealthMonitor, metrics: Mapping[str, float], step: int) -> None:
+    """Record a step, show it, and evaluate the health rules, also where an observer raises an error."""
+    loop.session.track(metrics, step=step)
+    _log.info("step %d of %d: %s", step, loop.info.total_steps, summary(metrics))
+    try:
+        loop.session.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
+    finally:
+        loop.directory.check()  # the health file is written anew
+        monitor.check(metrics, step)
 
 
 def request_stop(loop: Loop) -> bool:
@@ -285,20 +293,26 @@ def save_on_error(loop: Loop, step: int) -> Iterator[None]:
         raise
     except Exception as error:  # foreign code: plugins, rewards, metrics and data
         loop.directory.check()  # never save into a directory that has taken the place of the run's
-        has_learned = step > loop.first
+        has_learned = step > loop.first_step
         if has_learned and not loop.session.workers.is_ended:
-            try_to_save(loop)
+            save_after(loop, error)
         if isinstance(error, AnygaugeError) and (has_learned or isinstance(error, HealthError)):
-            error.hint = "\n  ".join(filter(None, (error.hint, resume_hint(loop))))
+            hint = error.hint or ""
+            error.hint = hint if "--resume" in hint else f"{hint}\n  {resume_hint(loop)}".strip()
         raise
 
 
-def try_to_save(loop: Loop) -> None:
+def save_after(loop: Loop, error: Exception) -> None:
     """Save the last step in a run that an error ends; where that fails too, a warning says so."""
     try:
+        if loop.checkpoints is not None and loop.info.step != loop.checkpoints.complete:
+            kind = type(error).__name__
+            tell_of_wait(
+                loop.session.plugins, loop.session.state, f"saving step {loop.info.step} after {kind}"
+            )
         save_last(loop, replaces=False)
-    except AnygaugeError as error:
-        _log.warning("step %d could not be saved: %s", loop.info.step, error)
+    except Exception as lost:  # noqa: BLE001 - foreign code: plugins hear of the checkpoint; `error` must be seen
+        _log.warning("step %d could not be saved: %s", loop.info.step, lost)
 
 
 def resume_hint(loop: Loop) -> str:
@@ -326,6 +340,7 @@ def evaluate_if_due(loop: Loop, *, ends: bool = False) -> None:
             evaluate(loop.session, tolerant=True)
         else:
             loop.background.start()
+    loop.session.state.is_evaluated = True
 
 
 def choose_step(config: Config) -> Callable[[Loop, int], dict[str, float]]:
@@ -417,11 +432,10 @@ def are_any_scored(groups: Sequence[Group]) -> bool:
 
 def train_on_conversations(loop: Loop, step: int) -> dict[str, float]:
     """Take one SFT step and return its metrics."""
-    started, loop.trained = time.perf_counter(), step
-    if step == loop.first:
-        draw_ahead(loop)
+    started = time.perf_counter()
     with save_on_error(loop, step):
-        rows = loop.next_prompts.result()
+        rows = drawn_ahead(loop)
+    loop.trained = step
     batch = conversation_batch(rows)
     training = start_training(loop, step, batch)
     read_ahead(loop, step)
@@ -502,11 +516,21 @@ def read_ahead(loop: Loop, step: int) -> None:
 
 def draw_ahead(loop: Loop) -> None:
     """Draw the conversations of the next step; what fails is raised once they are needed."""
-    loop.next_prompts = Future()
     try:
-        loop.next_prompts.set_result(loop.source.next(loop.config.rollout.prompts_per_step))
+        loop.next_prompts = loop.source.next(loop.config.rollout.prompts_per_step)
     except Exception as error:  # noqa: BLE001 - foreign code: a data source
-        loop.next_prompts.set_exception(error)
+        loop.next_prompts = error
+
+
+def drawn_ahead(loop: Loop) -> Sequence[Prompt]:
+    """Return the conversations of a step; those of the first were not drawn before."""
+    if loop.next_prompts is None:
+        draw_ahead(loop)
+    prompts, loop.next_prompts = loop.next_prompts, None
+    if isinstance(prompts, Exception):
+        raise prompts
+    assert prompts is not None, "they were drawn"
+    return prompts
 
 
 def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -71,7 +71,7 @@ def producer_context(
         source=source,
         seeds=partial(group_seeds, config),
         params=rollout_params(config, forbidden),
-        scorer=None if scorer is None else ScoringQueue(partial(scorer.score, tolerant=True)),
+        scorer=None if scorer is None else ScoringQueue(partial(scorer.score, tolerant=True), scorer.cancel),
         max_unscored_ratio=config.reward.max_failed_ratio,
     )
 
@@ -123,7 +123,7 @@ class RolloutScheduler:
 
     async def _stopped(self) -> None:
         """End the engines' requests, unless an engine does not answer."""
-        with suppress(TimeoutError):
+        with suppress(Exception):  # the error of the step is raised
             async with asyncio.timeout(STOP_S):
                 await self._producer.stop()
 

@@ -31,16 +31,21 @@ class RunState:
     """Metric of ``save.best``."""
     scores: dict[int, float] = field(default_factory=dict)
     """Value of that metric by step."""
+    is_evaluated: bool = True
+    """Whether the evaluation that is due after the last step, if one is, was made or started."""
     part_names: Mapping[str, PartNames] = field(default_factory=lambda: {TRAINING: PartNames()})
     """Metric names of the parts of rewards, of :data:`TRAINING` and of each evaluation data set."""
 
     def finish_step(self, step: int) -> None:
         """Record that a step is done."""
         self.info = replace(self.info, step=step)
+        self.is_evaluated = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of it."""
         saved = {"step": self.info.step, "version": self.version, "source": dict(self.source)}
+        if not self.is_evaluated:
+            saved["is_evaluated"] = False
         if self.scores:
             saved |= {"best": self.best, "scores": list(self.scores.items())}
         if names := {key: state for key, part in self.part_names.items() if (state := part.state())}:
@@ -50,6 +55,7 @@ class RunState:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go back to what :meth:`saved` returned."""
         self.finish_step(saved["step"])
+        self.is_evaluated = saved.get("is_evaluated", True)
         self.version = saved["version"]
         self.source = saved["source"]
         self.rollout = saved.get("rollout", {})

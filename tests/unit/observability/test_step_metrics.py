@@ -54,7 +54,13 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> module.Loop:
     )
     session = SimpleNamespace(plugins=plugins, components=components, state=state, media=None)
     source = SimpleNamespace(next=lambda count: (PROMPT,))
-    fields: dict[str, Any] = {"config": config, "session": session, "source": source, "first": 1}
+    fields: dict[str, Any] = {
+        "config": config,
+        "session": session,
+        "source": source,
+        "first_step": 1,
+        "next_prompts": None,
+    }
     fields["info"] = SimpleNamespace(directory=str(tmp_path), total_steps=100)
     fields |= {"flops": (lambda length: 1.0, None, ()), "rollouts": rollouts}
     return cast(module.Loop, SimpleNamespace(**fields))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ import pytest
 from anygauge.config.schema import Reward
 from anygauge.distributed import guard
 from anygauge.rollout.rewards import Scorer, child
+from anygauge.rollout.scoring import ScoringQueue
 from anygauge_tests.processes import wait_until_ended
 from anygauge_tests.scoring import group, plugins_with, rewards, scorer
 
@@ -47,6 +50,25 @@ def test_the_stacks_in_the_log_are_whole(user_module: str, tmp_path: Path, kind:
     stacks = (tmp_path / "scorer-0.log").read_text().split("most recent call first")[1:]
     assert sorted(stack.count("in dig\n") for stack in stacks) == [0, 41, 41]  # the first is what receives
     assert stacks[-1].rstrip().endswith("in _run_module_as_main")
+
+
+def test_a_queue_that_is_closed_waits_for_no_call(
+    user_module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after Ctrl-C, while a reward hangs that may take ten minutes for each sample."""
+    began = tmp_path / "began"
+
+    async def main() -> None:
+        queue = ScoringQueue(partial(made.score, tolerant=True), made.cancel)
+        scoring = asyncio.create_task(queue.score(group(str(began), str(began))))
+        while not began.exists():
+            await asyncio.sleep(0.01)
+        await queue.close()
+        assert [sample.reward for sample in (await scoring).samples] == [None, None]
+
+    with scorer({"function": f"{user_module}:forever", "timeout_s": 600}) as made:
+        asyncio.run(asyncio.wait_for(main(), 100))
+    assert caplog.messages == [], "nothing failed that anybody waits for"
 
 
 def test_stacks_that_are_written_slowly_are_waited_for(

@@ -139,12 +139,12 @@ def test_a_resumed_run_warns_of_profiles_that_it_does_not_record(
 
 def scripted_loop(*, step: int) -> Any:
     """Return what :func:`run_loop` needs, at a step of three."""
-    info = SimpleNamespace(step=step, directory="run")
+    info = SimpleNamespace(step=step, directory="run", total_steps=3)
     session = SimpleNamespace(
         config=config_of(),
         info=info,
         plugins=SimpleNamespace(notify=lambda *_, **__: None),
-        state=SimpleNamespace(finish_step=partial(setattr, info, "step")),
+        state=SimpleNamespace(finish_step=partial(setattr, info, "step"), is_evaluated=True),
         track=lambda metrics, *, step: None,
         add_phases=lambda row, phases: None,
     )

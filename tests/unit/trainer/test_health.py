@@ -101,7 +101,7 @@ def test_the_error_says_where_the_run_can_go_on(tmp_path: Path) -> None:
             checkpoints=None,
             directory=SimpleNamespace(path=tmp_path, check=lambda: None),
             session=SimpleNamespace(workers=SimpleNamespace(is_ended=False)),
-            first=9,
+            first_step=9,
             info=SimpleNamespace(step=10),
         )
         with pytest.raises(HealthError) as raised, save_on_error(loop, 10):
@@ -118,6 +118,8 @@ def test_the_error_says_where_the_run_can_go_on(tmp_path: Path) -> None:
 def test_an_error_is_raised_also_where_nothing_can_be_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    told: list[str] = []
+
     def dead(*_: object, **__: object) -> None:
         raise WorkerDiedError("rank 0 is dead")
 
@@ -126,14 +128,17 @@ def test_an_error_is_raised_also_where_nothing_can_be_saved(
         checkpoints=SimpleNamespace(complete=0, writing=None, start=dead),
         directory=SimpleNamespace(path=tmp_path, check=lambda: None),
         session=SimpleNamespace(
-            workers=SimpleNamespace(is_ended=False), state=SimpleNamespace(state_dict=dict)
+            workers=SimpleNamespace(is_ended=False),
+            state=SimpleNamespace(state_dict=dict, info=None),
+            plugins=SimpleNamespace(notify=lambda *_, message, **__: told.append(message)),
         ),
-        first=1,
+        first_step=1,
         info=SimpleNamespace(step=2),
     )
     with pytest.raises(ZeroDivisionError), save_on_error(loop, 2):
         raise ZeroDivisionError
-    assert caplog.messages == ["step 2 could not be saved: rank 0 is dead\n  [AG701]"]
+    assert told == ["saving step 2 after ZeroDivisionError"]
+    assert caplog.messages[-1:] == ["step 2 could not be saved: rank 0 is dead\n  [AG701]"]
 
 
 def test_limits_that_are_off(tmp_path: Path) -> None:

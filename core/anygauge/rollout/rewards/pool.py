@@ -100,6 +100,11 @@ class Pool:
         """Calls that took too long, of all jobs."""
         self._quiet_until = -math.inf
         """No warning before then."""
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """Make the call that is under way, in another thread, and later ones return with nothing tried."""
+        self._is_cancelled = True
 
     def start(self) -> None:
         """Start the processes that do not run, without waiting for them."""
@@ -125,7 +130,7 @@ class Pool:
         ends = time.monotonic() + bounds.seconds
         with on_failure(self._give_up):
             while self._has_work():
-                if max(self._failed.values(), default=0) > bounds.most_failed:
+                if self._is_cancelled or max(self._failed.values(), default=0) > bounds.most_failed:
                     self._abandon(None)
                 elif time.monotonic() >= ends:
                     self._abandon(bounds.late)

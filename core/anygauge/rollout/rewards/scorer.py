@@ -104,6 +104,10 @@ class Scorer(AbstractContextManager["Scorer"]):
         if self._apart:
             self._pool.start()
 
+    def cancel(self) -> None:
+        """Make the call that is under way in another thread return soon; nothing more is scored."""
+        self._pool.cancel()
+
     def close(self) -> None:
         """End the processes."""
         self._pool.close()
@@ -202,9 +206,9 @@ class Scorer(AbstractContextManager["Scorer"]):
             for sample in group.samples:
                 if sample.error is not None:
                     places.setdefault(sample.error, []).append(_name(group))
-        if not places:
-            return
         untried = len(places.pop(UNTRIED, ()))
+        if not places:  # after a cancel, some have no error of their own
+            return
         failed, ratio = sum(map(len, places.values())), self._reward.max_failed_ratio
         message = f"{failed} of {_count(groups)} samples could not be scored{reasons(places)}"
         if failed > allowed:

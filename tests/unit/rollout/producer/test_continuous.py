@@ -192,12 +192,15 @@ def test_what_fails_while_a_step_is_trained_is_raised_by_the_next(
     source = ListSource(prompts, epochs=None)
     producer = make_producer(ScriptedEngine(counting), source=source, **ONE)
 
+    draw = source.next
+
     def fail(count: int) -> Sequence[Prompt]:
+        draw(count)
         raise DataError("row 3 is gone")
 
     async def body() -> None:
         await producer.take(2, timeout_s=20)
-        source.next = fail  # type: ignore[method-assign]
+        source.next, before = fail, source.state_dict()  # type: ignore[method-assign]
         if steps:
             await producer.read_ahead()
         else:
@@ -205,6 +208,7 @@ def test_what_fails_while_a_step_is_trained_is_raised_by_the_next(
             await producer.finish_open()
         with pytest.raises(DataError, match="row 3 is gone"):
             await producer.take(2, timeout_s=20)
+        assert (await producer.state_dict())["source"] == before, "a resume would leave out rows"
 
     run(producer, body)
 
