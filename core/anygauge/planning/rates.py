@@ -35,6 +35,8 @@ class Rates:
     """The same of samples of many lengths, which attention cannot take as a plain batch."""
     gathered_layer_s: float
     """The same of the FSDP engine, whose workers gather each layer."""
+    experts_s: float
+    """Seconds that experts add to any of these three: 13 ms in all were measured (docs/plan.md)."""
     step_s: float
     """Seconds of an optimizer step in which no kernel runs."""
     fsdp: float
@@ -69,6 +71,7 @@ H200 = Rates(
     layer_s=2.5e-3,
     packed_layer_s=4.4e-3,
     gathered_layer_s=7.5e-3,
+    experts_s=10.5e-3,
     step_s=8e-3,
     fsdp=1.05,
     fsdp_lora=1.17,

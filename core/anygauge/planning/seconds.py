@@ -116,10 +116,16 @@ def _mini_batch(
     device += _other_passes(config, shape, rates, sum(lengths), trains=trains)
     device *= _engine_factor(config, rates) / split
     device = _with_exchanges(config, shape, layout, batches, rates, device, trains=trains)
-    layers = shape.layers / layout.pipeline * batches.micro_batches
-    host = layer_s * layers * (1.0 if trains else 1 / 3)
+    sparse = shape.experts.layers if shape.experts is not None else 0
+    layers_s = (shape.layers * layer_s + sparse * rates.experts_s) / layout.pipeline
+    host = layers_s * batches.micro_batches * _host_passes(config, trains=trains)
     bubble = (batches.micro_batches + layout.pipeline - 1) / batches.micro_batches
     return max(device, host) * bubble + (_update(layout, config, rates) if trains else 0.0)
+
+
+def _host_passes(config: Config, *, trains: bool) -> float:
+    """Return the host's work over that of a forward and a backward pass."""
+    return (_again(config) + BOTH if trains else FORWARD) / BOTH
 
 
 def _products(config: Config, shape: ModelShape, rates: Rates, tokens: int, *, trains: bool) -> float:
@@ -130,9 +136,13 @@ def _products(config: Config, shape: ModelShape, rates: Rates, tokens: int, *, t
     return times * (plain + 2 * experts * tokens / rates.experts)
 
 
+def _again(config: Config) -> float:
+    """Return the forward passes that a backward pass repeats."""
+    return FORWARD if config.train.recompute == "full" else 0.0
+
+
 def _times(config: Config) -> float:
-    again = FORWARD if config.train.recompute == "full" else 0.0
-    return again + (FROZEN if config.train.lora.is_on else BOTH)
+    return _again(config) + (FROZEN if config.train.lora.is_on else BOTH)
 
 
 def _product_rate(shape: ModelShape, rates: Rates) -> float:

@@ -17,7 +17,20 @@ from anygauge_cuda.plugin import CUDA
 from anygauge_tests.engine_config import engine_config
 
 BENCH = Path(__file__).parents[3] / "bench"
-SHAPES = runpy.run_path(str(BENCH / "train_step.py"))["SHAPES"]
+SMALL_EXPERTS = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 3072,
+    "moe_intermediate_size": 768,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 49_152,
+}
+"""The mixture of ``bench/end_to_end.py``."""
+SHAPES = {**runpy.run_path(str(BENCH / "train_step.py"))["SHAPES"], "small-experts": SMALL_EXPERTS}
 H200 = Assumptions(
     backend="cuda", master_bytes=2, device_bytes=CUDA.device_memory["H200"], gpu="H200", rates=RATES["H200"]
 )
@@ -25,6 +38,8 @@ LEAN: dict[str, Any] = {"loss_memory_gib": 0}
 """Keeps no logits, as the loss did before 2026-11-28."""
 ALONE = {"1.7b-data": [184.0], "1.7b-fsdp": [273.6, 222.7], "4b-fsdp": [481.1], "4b-tensor": [436.9]}
 """Milliseconds of a rank whose exchanges take no time; of the second case on two machines."""
+FIRST_OF_EIGHT = {"30b-a3b-init": (70.6, 2549), "4b-fsdp": (40.7, 460)}
+"""GiB and milliseconds; the host takes most of the first one's time, for experts."""
 FSDP: dict[str, Any] = {"engine": "fsdp"}
 LORA: dict[str, Any] = {"lora": {"rank": 16}}
 
@@ -121,6 +136,38 @@ def test_a_train_step_on_two_gpus_is_as_measured(
         _, milliseconds = bench["planned"](bench["divided"](2, 4096)[case], "H200", "cuda", exchanges=False)
         for ms in ALONE[case]:
             assert milliseconds == pytest.approx(ms, rel=0.2)
+
+
+@pytest.mark.parametrize("case", FIRST_OF_EIGHT)
+def test_the_first_of_eight_ranks_is_as_measured(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    bench = runpy.run_path(str(BENCH / "plan_check.py"))
+    memory, ms = bench["planned"](bench["divided"](8, 4096)[case], "H200", "cuda", exchanges=False)
+    assert (memory, ms) == (
+        pytest.approx(FIRST_OF_EIGHT[case][0], rel=0.1),
+        pytest.approx(FIRST_OF_EIGHT[case][1], rel=0.2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel", "seconds"), [("small-experts", {"expert": 2}, 0.54), ("135m", {}, 0.66)]
+)
+def test_small_models_on_two_gpus_train_as_measured(
+    shape: str, parallel: dict[str, int], seconds: float
+) -> None:
+    """Both are bound by the host, and were measured on one machine."""
+    keys = {
+        "data": {"train": [], "max_prompt_tokens": 32},
+        "rollout": {"prompts_per_step": 64, "samples_per_prompt": 16, "max_new_tokens": 64},
+        "train": {"dtype": "bfloat16", "micro_batch_tokens": 16_384, "parallel": parallel},
+        "placement": {"train_workers": 2},
+    }
+    assert planned(shape, keys).seconds["train"] == pytest.approx(seconds, rel=0.2)
+
+
+def test_full_recompute_repeats_the_forward_pass_of_the_host() -> None:
+    once, again = (train_step("thin", 96, 170, recompute=name).seconds["train"] for name in ("none", "full"))
+    assert again - RATES["H200"].step_s == pytest.approx(4 / 3 * (once - RATES["H200"].step_s), rel=0.01)
 
 
 def test_the_memory_of_colocated_runs_is_as_measured() -> None:
