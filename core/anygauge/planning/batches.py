@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Batches", "make_batches"]
 
 PROMPT_TOKENS = 512
-"""Assumed length of a prompt where ``data.max_prompt_tokens`` does not bound it."""
+"""Assumed length of a prompt where neither ``data.max_prompt_tokens`` nor the context bounds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +59,14 @@ class Batches:
         return ceil(self.micro_batch_tokens * own / self.sample_tokens)
 
 
-def make_batches(config: Config, layout: Layout) -> Batches:
-    """Return the batch arithmetic of a config."""
-    prompt = config.data.max_prompt_tokens or PROMPT_TOKENS
+def make_batches(config: Config, layout: Layout, context: int | None) -> Batches:
+    """Return the batch arithmetic of a config.
+
+    :param context: Longest sequence that the model takes; ``None`` for any.
+    """
     response = 0 if config.run.task == "sft" else config.rollout.max_new_tokens
+    room = PROMPT_TOKENS if context is None else max(1, context - response)
+    prompt = config.data.max_prompt_tokens or min(PROMPT_TOKENS, room)
     samples, steps = config.rollout_samples, config.optimizer_steps
     in_mini_batch = ceil(ceil(samples / steps) / layout.data)
     longest, limit = prompt + response, config.train.micro_batch_tokens

@@ -101,7 +101,7 @@ def make_plan(config: Config, shape: ModelShape, given: Assumptions) -> Plan:
     :param config: Checked: its sizes fit each other.
     """
     layout, critic = make_layout(config, shape), _critic(config, given)
-    batches = make_batches(config, layout)
+    batches = make_batches(config, layout, shape.context)
     memory = given.device_bytes
     servers = _servers(config, shape, layout, batches, given)
     server = next((own for group, own in servers if group is layout.server), None)

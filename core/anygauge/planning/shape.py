@@ -13,6 +13,7 @@ __all__ = ["Attention", "Experts", "Kept", "ModelShape", "read_shape"]
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Spellings of the number of experts in a ``config.json``."""
+_CONTEXT = "max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,8 @@ class ModelShape:
     experts: Experts | None = None
     others: int = 0
     """Parameters of other parts, such as a vision tower."""
+    context: int | None = None
+    """Longest sequence; ``None`` where the model states none."""
 
     @property
     def embedding(self) -> int:
@@ -181,6 +184,7 @@ def read_shape(hf: Mapping[str, Any], *, stored_parameters: int | None = None) -
         attention=_mixed_attention(hf, hidden, attends / layers),
         attention_layers=attends,
         experts=experts,
+        context=_size(hf, _CONTEXT) if hf.get(_CONTEXT) else None,
     )
     return replace(shape, others=max(0, (stored_parameters or 0) - shape.parameters))
 

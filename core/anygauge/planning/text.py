@@ -192,10 +192,12 @@ def _gib(size: float) -> str:
 def _count(number: float) -> str:
     """Return a number of parameters.
 
-    >>> _count(1.72e9), _count(134.5e6)
-    ('1.72 B', '134 M')
+    >>> _count(1.72e9), _count(134.5e6), _count(0.4e6)
+    ('1.72 B', '134 M', '0.4 M')
     """
-    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.0f} M"
+    if number >= 1e9:
+        return f"{number / 1e9:.2f} B"
+    return f"{number / 1e6:.{0 if number >= 1e7 else 1}f} M"
 
 
 def as_json(plan: Plan, warnings: Sequence[str]) -> dict[str, Any]:

@@ -684,3 +684,27 @@ def test_a_cache_that_holds_no_sample_is_a_warning() -> None:
     assert warning.startswith(
         "the KV cache of a rollout engine holds 1023 tokens, and a sample can have 1024;"
     )
+
+
+@pytest.mark.parametrize(
+    ("context", "given", "tokens"),
+    [(40_960, None, 512), (256, None, 192), (64, None, 1), (None, None, 512), (256, 16, 16)],
+)
+def test_a_prompt_without_a_limit_takes_what_the_response_leaves(
+    context: int | None, given: int | None, tokens: int
+) -> None:
+    data = {"train": [], "max_prompt_tokens": given}
+    hf = QWEN3_4B | {"max_position_embeddings": context}
+    _, plan = plan_of(hf, data=data, rollout={"max_new_tokens": 64})
+    assert plan.batches.prompt_tokens == tokens
+
+
+def test_a_small_model_has_parameters() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128, "vocab_size": 512}
+    config, plan = plan_of(
+        QWEN3_4B | sizes | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    )
+    head, *others = table_lines(config, plan)
+    assert plan.shape.parameters == pytest.approx(0.2e6, abs=0.05e6)
+    assert head.startswith("m: 0.2 M parameters on ")
+    assert any(line.endswith(" 0.2 M") for line in others)
