@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check"]
 
+_LEAVE_OUT = "leave it out"
+"""End of a hint for a key that can only be removed."""
 NAMES = (
     ("train.engine", "register_train_engines"),
     ("rollout.engine", "register_rollout_engines"),
@@ -140,7 +142,16 @@ def check(
     problems = [
         problem for problem in problems_of_rules if not any(covers(path, problem.path) for path in broken)
     ]
-    return list({(problem.path, problem.hint): problem for problem in problems}.values())
+    return _distinct(problems)
+
+
+def _distinct(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
+    """Return the first of problems that say the same, or that all advise to leave a key out."""
+    kept: dict[tuple[str, str], ConfigProblem] = {}
+    for problem in problems:
+        is_useless = problem.hint.rstrip(".").endswith(_LEAVE_OUT)
+        kept.setdefault((problem.path, _LEAVE_OUT if is_useless else problem.hint), problem)
+    return list(kept.values())
 
 
 # -------------------------------------------------------------------------

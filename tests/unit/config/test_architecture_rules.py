@@ -264,6 +264,13 @@ def test_options_of_experts_are_refused_without_experts(load: Load, name: str, v
         load({}, [f"--train.megatron.moe_router_{name}={value}"])
 
 
+def test_two_reasons_to_leave_a_key_out_are_one_problem(load: Load) -> None:
+    with pytest.raises(ConfigError, match="has 1 problem:") as raised:
+        load({}, ["--train.megatron.moe_token_dispatcher_type=allgather"])
+    assert "has no effect: the model of model.path has no experts; leave it out" in str(raised.value)
+    assert "The engine sets alltoall" not in str(raised.value)
+
+
 def set_architecture(
     monkeypatch: pytest.MonkeyPatch, plugins: Plugins, architecture: Callable[[Mapping[str, Any]], Any]
 ) -> None:
