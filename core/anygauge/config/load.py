@@ -311,10 +311,10 @@ def _other_overlays(
 
 
 def _as_typed(problem: ConfigProblem, tree: Tree) -> ConfigProblem:
-    """Return a problem of a path that began with ``./`` with the path as it was written."""
+    """Return a problem of a path that was made absolute with the path as it was written."""
     values = flatten(tree)
     typed = values.get(problem.path, values.get(problem.path.removesuffix(".path")))
-    if not (isinstance(typed, str) and typed.startswith("./") and problem.found == str(Path.cwd() / typed)):
+    if not isinstance(typed, str) or Path(typed).is_absolute() or problem.found != str(Path.cwd() / typed):
         return problem
     return replace(problem, found=typed, hint=problem.hint.replace(f"{Path.cwd()}/", "./"))
 

@@ -13,6 +13,7 @@ from anygauge.config.roles import as_language_model
 from anygauge.config.rules.file import no_directory
 from anygauge.disk import read_json
 from anygauge.hub.files import TOKENIZERS
+from anygauge.hub.names import did_you_mean
 from anygauge.hub.weight_files import INDEX, SINGLE, weight_names
 from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import ConfigError, UnknownNameError
@@ -39,6 +40,8 @@ def missing_parts(directory: Path) -> list[str]:
     if os.path.isfile(directory):  # Path.is_file raises where a name is too long
         return ["is a file; name the Hugging Face directory of a model"]
     if not os.path.isdir(directory):
+        if directory.is_absolute():
+            return [f"there is no directory of that path{did_you_mean(directory)}"]
         return [f"not a name on a hub, which is OWNER/NAME, and {no_directory(directory)}"]
     has_config = (directory / "config.json").is_file()
     if not has_config and (other := _other_kind(directory)):

@@ -168,6 +168,9 @@ def test_what_is_asked_for_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--model.path", "modle") == 1
     assert "and no such directory in " in (error := capsys.readouterr().err)
     assert "; did you mean model?" in error
+    assert plan("--model.path", "/nowhere/model") == 1
+    text = "A plan needs the sizes of model.path = '/nowhere/model': there is no directory of that path"
+    assert text in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_in_the_cache(

@@ -362,7 +362,7 @@ def test_a_reward_model_is_a_critic(
 
 
 def test_a_model_that_is_not_there(load: Load) -> None:
-    with pytest.raises(ConfigError, match=r"critic\.path: .*no such directory"):
+    with pytest.raises(ConfigError, match=r"critic\.path: .*there is no directory of that path"):
         load({}, [GAE, "--critic.path=/nowhere/at/all"])
 
 

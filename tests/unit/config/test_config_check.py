@@ -80,7 +80,7 @@ Load = Callable[..., LoadedConfig]
         (['--eval.data=["a.jsonl"]'], "eval.data[0]: found 'a.jsonl'; no such file"),
         (
             ["--model.path={tmp}/modle"],
-            "not a name on a hub, which is OWNER/NAME, and no such directory; did you mean {tmp}/model?",
+            "found '{tmp}/modle'; there is no directory of that path; did you mean {tmp}/model?",
         ),
         (
             ["--train.lora.rank=8", "--train.lora.path={tmp}/modle"],
@@ -88,8 +88,9 @@ Load = Callable[..., LoadedConfig]
         ),
         (
             ["--model.path=./modle/x"],
-            "model.path: found './modle/x'; not a name on a hub",
+            "model.path: found './modle/x'; there is no directory of that path",
         ),
+        (["--model.path=modle/x/"], "model.path: found 'modle/x/'; there is no directory of that path"),
         (["--model.path=Model"], "; relative paths start at the current directory"),
         (["--model.path=Model", "--data.apply_chat_template=true"], "model.path: found 'Model'; not a name"),
         (
@@ -98,7 +99,7 @@ Load = Callable[..., LoadedConfig]
         ),
         (
             ["--algorithm.kl_coef=1", "--reference.path=/nope"],
-            "path: found '/nope'; not a name on a hub, which is OWNER/NAME, and no such directory",
+            "path: found '/nope'; there is no directory of that path",
         ),
         (["--data.apply_chat_template=true"], "has no chat template"),
     ],

@@ -16,9 +16,9 @@ Modality = Literal["image", "video", "audio"]
 
 
 def _no_name(value: Any) -> Any:
-    """Return ``./OWNER/NAME`` as an absolute path if it is missing; a ``Path`` drops the ``./``."""
-    is_missing = isinstance(value, str) and value.startswith("./") and not os.path.exists(value)
-    return str(Path.cwd() / value) if is_missing else value
+    """Return ``./OWNER/NAME`` and ``OWNER/NAME/`` as absolute paths if missing; ``Path`` drops the marks."""
+    is_path = isinstance(value, str) and (value.startswith("./") or value.endswith("/"))
+    return str(Path.cwd() / value) if is_path and not os.path.exists(value) else value
 
 
 ModelPath = Annotated[Path, BeforeValidator(_no_name)]
