@@ -528,7 +528,7 @@ def command_cases() -> Iterator[Case]:
     never = ("on the command line", "/tmp/tmp")
     for text, (code, says) in errors.items():
         yield Case("command", text, says, code, never=never if text.startswith("parity") else ())
-    yield Case("command", "keys learning_rate", ("train.lr",), "", 1)
+    yield Case("command", "keys learning_rate", ("train.lr",), "", 0)
     yield Case("command", "keys nosuchword", ("No key has nosuchword",), "", 1)
     yield Case("command", "check-model nowhere", ("FAIL", "'nowhere'", "no such directory"), "AG201")
     unknown = ("FAIL tokenizer cannot encode the prompt", "PASS gradients")

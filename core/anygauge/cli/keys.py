@@ -22,6 +22,8 @@ _INDENT = " " * 6
 _WIDTH = 100
 _MARKS = ("-", "+")
 """How arguments of other projects begin."""
+_NAMES = {"trl": "TRL"}
+"""Projects whose name is not that of their table."""
 _TITLE = 'In tables of the file, or as --section.key value. Values are TOML; "none" stands for null.'
 
 
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the keys."""
     from anygauge.config.keys import json_schema
 
-    given = [word for word in args.words if word not in _OPTIONS]
+    given = [word for word in args.words if word not in (*_OPTIONS, "--")]
     if args.schema and (given or args.json):
         args.parser.error("--schema is of all keys; leave out the words and --json")
     if args.schema:
@@ -72,8 +74,9 @@ def _check_options(args: argparse.Namespace, words: Sequence[str]) -> None:
 
 
 def print_keys(words: Sequence[str], *, as_json: bool = False) -> int:
-    """Print the keys that have all words; return 1 if there are none."""
+    """Print the keys that have all words, or that arguments of other projects stand for; return 1 without."""
     from anygauge.config.keys import config_keys
+    from anygauge.config.validate import meant_foreign
     from anygauge.plugins import load_plugins
 
     keys = [key for key in config_keys(load_plugins()) if _matches(key, words)]
@@ -82,6 +85,9 @@ def print_keys(words: Sequence[str], *, as_json: bool = False) -> int:
     elif keys:
         arguments = [word for word in words if word.startswith(_MARKS)]
         print(*_foreign(arguments), _TITLE, *(line for key in keys for line in _lines(key)), sep="\n")
+    elif all(map(meant_foreign, words)):
+        print(*_foreign(words), sep="\n")
+        return 0
     else:
         print(
             f"No key has {' and '.join(words)} in its path, choices or meaning.", *_foreign(words), sep="\n"
@@ -98,7 +104,8 @@ def _foreign(words: Sequence[str]) -> Iterator[str]:
     for word in words:
         keys = list(foreign_keys(word))
         for project, row in keys:
-            yield f"  {word} of {project}: {' and '.join(row.keys)} (docs/migrate/{project}.md)"
+            argument = f"{word} of {_NAMES.get(project, project)}"
+            yield f"  {argument}: {' and '.join(row.keys)} (docs/migrate/{project}.md)"
         is_ours = word.lstrip("-+") in {key.path for key in config_keys()}
         if not keys and not is_ours and (meant := meant_key(word)):
             yield f"  {word}: {meant}"

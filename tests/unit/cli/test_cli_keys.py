@@ -64,26 +64,29 @@ def test_words_select_keys(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_arguments_of_other_projects_are_named_by_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["keys", "learning_rate"]) == 1
-    assert "\n  learning_rate of trl: train.lr (docs/migrate/trl.md)\n" in capsys.readouterr().out
-    assert main(["keys", "--n-samples-per-prompt=8"]) == 1, "as it stands in a script"
-    assert "  --n-samples-per-prompt of slime: rollout.samples_per_prompt (" in capsys.readouterr().out
-    assert main(["keys", "++actor_rollout_ref.rollout.n=8"]) == 1
-    assert " of verl: rollout.samples_per_prompt (" in capsys.readouterr().out
-    assert main(["keys", "use-kl-loss"]) == 1
-    lines = capsys.readouterr().out.splitlines()[1:]
+    assert shown(capsys, "learning_rate") == ["  learning_rate of TRL: train.lr (docs/migrate/trl.md)"]
+    (line,) = shown(capsys, "--n-samples-per-prompt=8")  # as it stands in a script
+    assert line.startswith("  --n-samples-per-prompt of slime: rollout.samples_per_prompt (")
+    (line,) = shown(capsys, "++actor_rollout_ref.rollout.n=8")
+    assert " of verl: rollout.samples_per_prompt (" in line
+    lines = shown(capsys, "use-kl-loss")
     assert [line.split()[2] for line in lines] == ["slime:", "verl:"]
-    assert main(["keys", "actor_rollout_ref", "num_train_epochs"]) == 1
-    table, argument = capsys.readouterr().out.splitlines()[1:]
+    table, argument = shown(capsys, "actor_rollout_ref", "num_train_epochs")
     assert table.startswith("  actor_rollout_ref: a table of verl: `anygauge import verl FILE`")
     assert argument.startswith("  num_train_epochs: set run.steps: epochs")
-    assert main(["keys", "--learning_rate", "1e-5"]) == 1, "the value is no word"
-    assert capsys.readouterr().out.startswith("No key has --learning_rate in ")
+    (line,) = shown(capsys, "--learning_rate", "1e-5")  # the value is no word
+    assert line.startswith("  --learning_rate of TRL: ")
+    assert main(["keys", "leraning_rate"]) == 1
+    out = capsys.readouterr().out
+    assert out == (
+        "No key has leraning_rate in its path, choices or meaning.\n  leraning_rate: did you mean train.lr?\n"
+    )
     assert shown(capsys, "--lr", "1e-6")[0].startswith("  --lr of slime: train.lr (")
 
 
 def test_words_may_begin_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, "--train.lr", "1e-3") == shown(capsys, "train.lr")
+    assert shown(capsys, "--", "train.lr") == shown(capsys, "train.lr")
     for typo in ("--jsno", "--jsn=1"):
         with pytest.raises(SystemExit):
             main(["keys", typo])
