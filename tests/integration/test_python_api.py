@@ -239,12 +239,11 @@ def test_a_prompt_that_cannot_be_used_is_named_with_what_helps(model: Path) -> N
 def test_a_data_frame_needs_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").write_text("")
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="pip install pandas"):
+    with pytest.raises(ImportError, match=r"pip install 'anygauge\[pandas\]'"):
         _ = Run(tmp_path).metrics
 
 
 def test_a_data_frame_has_a_row_for_each_step(tmp_path: Path) -> None:
-    pytest.importorskip("pandas")
     (tmp_path / "metrics.jsonl").write_text('{"train/step": 3, "train/loss": 0.5}\n')
     assert Run(tmp_path).metrics["train/loss"].to_dict() == {3: 0.5}
 

@@ -219,7 +219,7 @@ def _base(
     if isinstance(source, str | Path | RunView):
         return None, merge(LOCAL, model_tree(source))
     raise ConfigError(
-        f"{_shown(source)} is neither a model nor a config.",
+        f"The source is {_shown(source)}, neither a model nor a config.",
         hint="Give a directory, a name on a hub, a TOML file, a dict of its tables, a Config or a Run.",
     )
 
@@ -227,7 +227,7 @@ def _base(
 def _shown(source: object) -> str:
     """Return a value with its type; of an object that prints as several lines, only the type."""
     text, kind = repr(source), type(source).__name__
-    return f"An object of type {kind}" if "\n" in text else f"{text:.80} ({kind})"
+    return f"an object of type {kind}" if "\n" in text else f"{text:.80} ({kind})"
 
 
 def check_keywords(function: Callable[..., object], tables: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import Config
 from anygauge.disk import parse_toml
+from anygauge.extras import install_extra
 from anygauge.health.record import HEALTH_FILE, Health, read_health
 from anygauge.wording import counted
 from anygauge_hooks.errors import CheckpointError
@@ -107,8 +108,8 @@ class RunView:
             pandas = import_module("pandas")
         except ImportError as error:
             raise ImportError(
-                "Run.metrics needs pandas, which is not installed: pip install pandas. Run.metrics_list has "
-                "the same as a list of dicts."
+                f"Run.metrics needs pandas, which is not installed: {install_extra('pandas')}. "
+                "Run.metrics_list has the same as a list of dicts."
             ) from error
         rows = self.metrics_list
         return pandas.DataFrame(rows, columns=None if rows else ["step"]).set_index("step")
