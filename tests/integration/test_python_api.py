@@ -162,12 +162,6 @@ def fail_at(step: int) -> Callable[..., None]:
     return lambda now, *_: 1 / (now - step) and None
 
 
-def scored(response: str) -> float:
-    if Path("broken").exists():
-        raise ZeroDivisionError
-    return 1.0
-
-
 @forked
 @pytest.mark.parametrize(
     "failing",
@@ -180,6 +174,11 @@ def scored(response: str) -> float:
     ids=["after", "metrics", "before", "reward"],
 )
 def test_what_is_learned_before_an_error_is_saved(tmp_path: Path, failing: Mapping[str, Any]) -> None:
+    def scored(response: str) -> float:
+        if Path("broken").exists():
+            raise ZeroDivisionError
+        return 1.0
+
     evaluated = {"eval__data": [tmp_path / "data.jsonl"], "eval__interval": 2}
     recipe = tiny_recipe(tmp_path, run__steps=3, reward__function=None, **evaluated)
     with pytest.raises((ZeroDivisionError, AnygaugeError)) as caught:
