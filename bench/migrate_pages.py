@@ -67,10 +67,16 @@ TRIED: Tables = {
     "slime": (
         "slime 0.3.1 (commit 624b824a8)",
         (
-            ("scripts/run-qwen3-4B.sh", 43, 13, 3, "placement.train_workers, placement.rollout_workers"),
+            (
+                "scripts/run-qwen3-4B.sh",
+                43,
+                13,
+                3,
+                "train.parallel.tensor, placement.colocated, placement.rollout_workers",
+            ),
             ("scripts/run-qwen3-4B-base-sft.sh", 28, 13, 3, "passes"),
             ("scripts/run-glm4-9B.sh", 43, 13, 1, "passes"),
-            ("scripts/run-qwen3-30B-A3B.sh", 45, 13, 5, "passes"),
+            ("scripts/run-qwen3-30B-A3B.sh", 45, 13, 4, "passes"),
             ("scripts/run-deepseek-r1.sh", 56, 15, 7, "model, data.train"),
             ("tests/test_gspo.sh", 29, 1, 0, "passes"),
             ("examples/search-r1/run_qwen2.5_3B.sh", 38, 11, 3, "reward.function"),
@@ -98,7 +104,7 @@ TRIED: Tables = {
             ("examples/scripts/grpo_vlm.py", 3, 1, 10, "model, data.train, reward.function"),
             ("examples/scripts/gspo.py", 3, 1, 10, "model, data.train, reward.function"),
             ("examples/scripts/grpo_agent.py", 2, 0, 12, "model, data.train, reward.function"),
-            ("examples/scripts/sft_gemma3.py", 6, 2, 6, "model, data.train"),
+            ("examples/scripts/sft_gemma3.py", 7, 2, 5, "data.train"),
             ("examples/scripts/openenv/wordle.py", 6, 3, 16, "model, data.train, reward.function"),
         ),
     ),
@@ -162,8 +168,7 @@ def _tried(project: str) -> Iterator[str]:
     yield (
         f"The scripts are those of {version}. Arguments without a counterpart that share a row above\n"
         "count once. SGLang was not installed, so its arguments were not checked.\n"
-        "`bench/migrate_pages.py --try DIR` compares the table with checkouts in `DIR`; it was made by hand\n"
-        "from the output of `anygauge import`.\n"
+        "`bench/migrate_pages.py --try DIR` imports those of checkouts in `DIR` and compares the table.\n"
     )
     yield "| script | converted | no key needed | no counterpart | dry run, but for SGLang |"
     yield "|---|---|---|---|---|"
