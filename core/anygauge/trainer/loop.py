@@ -243,8 +243,7 @@ def save_last(loop: Loop, *, replaces: bool = True) -> None:
     :param replaces: Whether older checkpoints make room for it.
     """
     checkpoints, step = loop.checkpoints, loop.info.step
-    if checkpoints is None:
-        return
+    assert checkpoints is not None, "the run is saved"
     if step not in (checkpoints.complete, checkpoints.writing):
         announce(loop, checkpoints.start(step, loop.session.state.state_dict(), replaces=replaces))
     announce(loop, checkpoints.finish())
@@ -294,18 +293,18 @@ def save_on_error(loop: Loop, step: int) -> Iterator[None]:
     except Exception as error:  # foreign code: plugins, rewards, metrics and data
         loop.directory.check()  # never save into a directory that has taken the place of the run's
         has_learned = step > loop.first_step
-        if has_learned and not loop.session.workers.is_ended:
-            save_after(loop, error)
+        if has_learned and loop.checkpoints is not None and not loop.session.workers.is_ended:
+            save_after(loop, loop.checkpoints, error)
         if isinstance(error, AnygaugeError) and (has_learned or isinstance(error, HealthError)):
             hint = error.hint or ""
             error.hint = hint if "--resume" in hint else f"{hint}\n  {resume_hint(loop)}".strip()
         raise
 
 
-def save_after(loop: Loop, error: Exception) -> None:
+def save_after(loop: Loop, checkpoints: CheckpointWriter, error: Exception) -> None:
     """Save the last step in a run that an error ends; where that fails too, a warning says so."""
     try:
-        if loop.checkpoints is not None and loop.info.step != loop.checkpoints.complete:
+        if loop.info.step != checkpoints.complete:
             kind = type(error).__name__
             tell_of_wait(
                 loop.session.plugins, loop.session.state, f"saving step {loop.info.step} after {kind}"

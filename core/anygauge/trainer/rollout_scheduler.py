@@ -115,7 +115,7 @@ class RolloutScheduler:
         taking = self._producer.take(count, timeout_s=2 * limit_s)
         try:
             groups: list[Group] = self._wait(taking, "groups to train on")
-        except Exception:  # what is saved now may need the devices of the engines
+        except Exception:  # foreign code: rewards and data; the save may need the devices of the engines
             self._events.run(self._stopped())
             raise
         self._steps -= 1

@@ -84,7 +84,7 @@ def test_conversations_that_cannot_be_read_end_the_step_that_needs_them(
     fields = cast(Any, loop)
     fields.rollouts, fields.source = None, SimpleNamespace(next=fail, state_dict=dict)
     fields.directory = SimpleNamespace(path=tmp_path, check=lambda: None)
-    fields.session.workers = SimpleNamespace(is_ended=True)  # nothing is saved here
+    fields.checkpoints = None
     module.read_ahead(loop, 1)
     with pytest.raises(DataError, match="row 3 is gone"):
         module.train_on_conversations(loop, 2)
