@@ -115,8 +115,9 @@ def test_the_error_says_where_the_run_can_go_on(tmp_path: Path) -> None:
     assert hint(None) == hint(20) == "Mend it.\n  --resume goes on from the last checkpoint."
 
 
+@pytest.mark.parametrize("are_ended", [False, True])
 def test_an_error_is_raised_also_where_nothing_can_be_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, are_ended: bool
 ) -> None:
     told: list[str] = []
 
@@ -128,7 +129,7 @@ def test_an_error_is_raised_also_where_nothing_can_be_saved(
         checkpoints=SimpleNamespace(complete=0, writing=None, start=dead),
         directory=SimpleNamespace(path=tmp_path, check=lambda: None),
         session=SimpleNamespace(
-            workers=SimpleNamespace(is_ended=False),
+            workers=SimpleNamespace(is_ended=are_ended),
             state=SimpleNamespace(state_dict=dict, info=None),
             plugins=SimpleNamespace(notify=lambda *_, message, **__: told.append(message)),
         ),
@@ -137,8 +138,9 @@ def test_an_error_is_raised_also_where_nothing_can_be_saved(
     )
     with pytest.raises(ZeroDivisionError), save_on_error(loop, 2):
         raise ZeroDivisionError
-    assert told == ["saving step 2 after ZeroDivisionError"]
-    assert caplog.messages[-1:] == ["step 2 could not be saved: rank 0 is dead\n  [AG701]"]
+    assert told == ([] if are_ended else ["saving step 2 after ZeroDivisionError"])
+    warning = ["step 2 could not be saved: rank 0 is dead\n  [AG701]"]
+    assert caplog.messages[-1:] == ([] if are_ended else warning)
 
 
 def test_limits_that_are_off(tmp_path: Path) -> None:
