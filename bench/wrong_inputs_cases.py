@@ -121,7 +121,10 @@ def config_cases() -> Iterator[Case]:
         "--train.engine fsdp --train.megatron.overlap_grad_reduce true": ("no effect", "'fsdp'"),
         "--train.megatron '{overlap_grad_reduc = true}'": ("close names: overlap_grad_reduce",),
         "--train.megatron '{num_layers = 4}'": ("config.json of model.path", "leave it out"),
-        "--train.megatron.moe_token_dispatcher_type allgather": ("only dispatcher", "leave it out"),
+        "--train.megatron.moe_token_dispatcher_type allgather": (
+            "the model of model.path has no experts",
+            "leave it out",
+        ),
         # served engines
         "--rollout.engine sglang --placement.rollout_workers 1": ("SGLang is not installed", "pip install"),
         "--rollout.sglang.mem_fraction_static 0.7": ("no effect", 'rollout.engine = "transformers"'),
