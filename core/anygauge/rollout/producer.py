@@ -59,14 +59,14 @@ class Continuous:
     """Groups that are done and not taken; at as many none is started. ``None`` takes ``groups``."""
 
 
-def draw(source: DataSource, count: int) -> Sequence[Prompt]:
-    """Return the next prompts of a source, which stands where it stood if it cannot give all of them."""
-    with on_failure(partial(source.load_state_dict, source.state_dict())):
-        return source.next(count)
-
-
 Rollouts = Sequence[LiveRollout]
 """The rollouts of a group that waits or is open."""
+
+
+def draw(source: DataSource, count: int) -> Sequence[Prompt]:
+    """Return the next prompts of a source, whose position stays as it was if that fails."""
+    with on_failure(partial(source.load_state_dict, source.state_dict())):
+        return source.next(count)
 
 
 class Producer:

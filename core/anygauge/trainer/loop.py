@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -18,8 +18,7 @@ from statistics import fmean
 
 from anygauge.algorithms.on_policy import ON_POLICY
 from anygauge.config import Config
-from anygauge.config.roles import critic_config
-from anygauge.config.rules.algorithm import estimator, has_critic
+from anygauge.config.rules.algorithm import estimator
 from anygauge.data.balance import free
 from anygauge.failures import in_background
 from anygauge.hub import localized
@@ -38,12 +37,9 @@ from anygauge.observability.metrics import (
 from anygauge.observability.performance import LANGUAGE
 from anygauge.observability.phases import Row, record_phase, take_phases
 from anygauge.observability.samples import is_recorded
-from anygauge.plugins import Plugins
 from anygauge.rollout.producer import RolloutsStopped
 from anygauge.rollout.rewards import raw_number
-from anygauge.run_directory.checkpoint_reader import DIRECTORY as CHECKPOINTS
-from anygauge.run_directory.checkpoint_reader import checkpoint_paths
-from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
+from anygauge.run_directory.checkpoints import CheckpointWriter
 from anygauge.run_directory.directory import RunDirectory
 from anygauge.run_directory.dumps import (
     DIRECTORY,
@@ -55,7 +51,6 @@ from anygauge.run_directory.dumps import (
     rollout_path,
     write_groups,
 )
-from anygauge.run_directory.write_progress import expected_bytes
 from anygauge.runtime.signals import postpone_first
 from anygauge.runtime.worker_group import PendingCall
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
@@ -66,17 +61,17 @@ from anygauge.trainer.plan import conversation_batch, plan_metrics, plan_steps, 
 from anygauge.trainer.profiling import profiled, warn_of_done_steps
 from anygauge.trainer.replay import ReplayedMedia, shown_in
 from anygauge.trainer.rollout_scheduler import GroupSource
+from anygauge.trainer.saving import save, save_last, save_on_error, tell_of_wait
 from anygauge.trainer.session import Session
 from anygauge.trainer.staleness import mask_stale
-from anygauge.trainer.state import TRAINING, RunState
+from anygauge.trainer.state import TRAINING
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.data import DataSource
-from anygauge_hooks.errors import AnygaugeError, HealthError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group, Prompt
 from anygauge_hooks.types import RunInfo
 
-__all__ = ["Loop", "finish_saving", "run_loop", "tell_of_wait"]
+__all__ = ["Loop", "run_loop"]
 
 _log = logging.getLogger(__name__)
 
@@ -92,8 +87,8 @@ class Loop:
     """FLOPs per token of the model's forward pass, from the length of a sequence."""
     checkpoints: CheckpointWriter | None
     """``None`` where nothing is saved."""
-    next_prompts: Sequence[Prompt] | Exception | None = None
-    """Conversations that were read ahead of the next step, or what failed as they were."""
+    next_prompts: Sequence[Prompt] | Exception = ()
+    """Conversations that were read ahead of the next step, or the error of the attempt."""
     media_flops: Callable[[Media], float] = free
     """FLOPs of a tower's forward pass over a medium."""
     save_s: float = 0.0
@@ -237,91 +232,6 @@ def request_stop(loop: Loop) -> bool:
     return True
 
 
-def save_last(loop: Loop, *, replaces: bool = True) -> None:
-    """Write a checkpoint of the last step, unless there is one, and wait for it.
-
-    :param replaces: Whether older checkpoints make room for it.
-    """
-    checkpoints, step = loop.checkpoints, loop.info.step
-    assert checkpoints is not None, "the run is saved"
-    if step not in (checkpoints.complete, checkpoints.writing):
-        announce(loop, checkpoints.start(step, loop.session.state.state_dict(), replaces=replaces))
-    announce(loop, checkpoints.finish())
-    if checkpoints.complete != step:
-        _log.warning("the run ends without a checkpoint of step %d", step)
-
-
-def finish_saving(loop: Loop) -> None:
-    """Export the trained model while the last checkpoint is being written, and wait for both."""
-    if loop.config.save.hf_at_end and loop.session.components.trains:
-        with record_phase("save"):
-            export(loop, "hf")
-    if loop.checkpoints is not None:
-        announce(loop, loop.checkpoints.finish())
-    loop.directory.check()
-
-
-def export(loop: Loop, name: str) -> None:
-    """Write the trained model, and its critic, as a Hugging Face directory of the run directory."""
-    config, session = loop.config, loop.session
-    roles = [config, critic_config(config)] if has_critic(config, session.plugins) else [config]
-    sizes = [expected_bytes(each.model.path, 2 if each.train.dtype == "bfloat16" else 4) for each in roles]
-    tell = partial(tell_of_wait, session.plugins, session.state)
-    is_merged = not config.train.lora.is_on or config.train.lora.export != "adapter"
-    export_hf(session.workers, Path(loop.info.directory) / name, tell, sum(sizes) if is_merged else 0)
-
-
-def tell_of_wait(plugins: Plugins, state: RunState, message: str) -> None:
-    """Log what the run waits for, and tell the observers."""
-    _log.info("%s", message)
-    plugins.notify("on_wait", run=state.info, message=message)
-
-
-@contextmanager
-def save_on_error(loop: Loop, step: int) -> Iterator[None]:
-    """Save the steps that are complete where data, a function of the user or a health rule ends the run.
-
-    The checkpoint is written beside those that are there. In the first step of this part of the run there is
-    nothing to save. A signal is no ``Exception``: the second one stops the run at once.
-
-    :param step: Step that the block belongs to, which has not begun to train, or is complete.
-    """
-    try:
-        yield
-    except RolloutsStopped:  # by the first signal, after which the run is saved in order
-        raise
-    except Exception as error:  # foreign code: plugins, rewards, metrics and data
-        loop.directory.check()  # never save into a directory that has taken the place of the run's
-        has_learned = step > loop.first_step
-        if has_learned and loop.checkpoints is not None and not loop.session.workers.is_ended:
-            save_after(loop, loop.checkpoints, error)
-        if isinstance(error, AnygaugeError) and (has_learned or isinstance(error, HealthError)):
-            hint = error.hint or ""
-            error.hint = hint if "--resume" in hint else f"{hint}\n  {resume_hint(loop)}".strip()
-        raise
-
-
-def save_after(loop: Loop, checkpoints: CheckpointWriter, error: Exception) -> None:
-    """Save the last step in a run that an error ends; where that fails too, a warning says so."""
-    try:
-        if loop.info.step != checkpoints.complete:
-            kind = type(error).__name__
-            tell_of_wait(
-                loop.session.plugins, loop.session.state, f"saving step {loop.info.step} after {kind}"
-            )
-        save_last(loop, replaces=False)
-    except Exception as lost:  # noqa: BLE001 - foreign code: plugins hear of the checkpoint; `error` must be seen
-        _log.warning("step %d could not be saved: %s", loop.info.step, lost)
-
-
-def resume_hint(loop: Loop) -> str:
-    """Return where ``--resume`` goes on; the checkpoint may be one of an earlier part of the run."""
-    if checkpoint_paths(loop.directory.path / CHECKPOINTS):
-        return "--resume goes on from the last checkpoint."
-    without = "There is no checkpoint: --resume starts again at step 1."
-    return without if loop.config.save.every else f"{without} Set save.every to save checkpoints."
-
-
 def evaluate_if_due(loop: Loop, *, ends: bool = False) -> None:
     """Evaluate after the last step and after every so many; record what was evaluated meanwhile.
 
@@ -433,7 +343,9 @@ def train_on_conversations(loop: Loop, step: int) -> dict[str, float]:
     """Take one SFT step and return its metrics."""
     started = time.perf_counter()
     with save_on_error(loop, step):
-        rows = drawn_ahead(loop)
+        rows = loop.next_prompts or draw_prompts(loop)
+        if isinstance(rows, Exception):
+            raise rows
     loop.trained = step
     batch = conversation_batch(rows)
     training = start_training(loop, step, batch)
@@ -509,27 +421,15 @@ def read_ahead(loop: Loop, step: int) -> None:
         loop.rollouts.read_ahead(loop.session.state, goes_on=goes_on)
         return
     loop.session.state.source = loop.source.state_dict()
-    if goes_on:
-        draw_ahead(loop)
+    loop.next_prompts = draw_prompts(loop) if goes_on else ()
 
 
-def draw_ahead(loop: Loop) -> None:
-    """Draw the conversations of the next step; what fails is raised once they are needed."""
+def draw_prompts(loop: Loop) -> Sequence[Prompt] | Exception:
+    """Return the conversations of one step, or the error, which ends the step that needs them."""
     try:
-        loop.next_prompts = loop.source.next(loop.config.rollout.prompts_per_step)
+        return loop.source.next(loop.config.rollout.prompts_per_step)
     except Exception as error:  # noqa: BLE001 - foreign code: a data source
-        loop.next_prompts = error
-
-
-def drawn_ahead(loop: Loop) -> Sequence[Prompt]:
-    """Return the conversations of a step; those of the first were not drawn before."""
-    if loop.next_prompts is None:
-        draw_ahead(loop)
-    prompts, loop.next_prompts = loop.next_prompts, None
-    if isinstance(prompts, Exception):
-        raise prompts
-    assert prompts is not None, "they were drawn"
-    return prompts
+        return error
 
 
 def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -559,32 +459,6 @@ def sync_weights(loop: Loop) -> None:
     if loop.rollouts is not None:
         loop.rollouts.advance(loop.session.state.version)
     loop.session.plugins.notify("after_weight_sync", run=loop.info, version=loop.session.state.version)
-
-
-def save(loop: Loop, step: int, *, ends: bool = False) -> bool:
-    """Write what is due after a step, see to the checkpoint that is being written, and return if any is.
-
-    :param ends: Whether the run takes no further step, though it was to take some.
-    """
-    settings, due = loop.config.save, False
-    if loop.checkpoints is not None and settings.every is not None:
-        announce(loop, loop.checkpoints.poll())
-        due = ends or step % settings.every == 0 or step == loop.info.total_steps
-        if due:
-            announce(loop, loop.checkpoints.start(step, loop.session.state.state_dict(), replaces=not ends))
-            if ends:
-                announce(loop, loop.checkpoints.finish())
-    if loop.session.components.trains and settings.hf_every is not None and step % settings.hf_every == 0:
-        export(loop, f"hf-step-{step}")
-        due = True
-    return due
-
-
-def announce(loop: Loop, checkpoint: Path | None) -> None:
-    """Tell the observers of a checkpoint that has become complete."""
-    if checkpoint is not None:
-        _log.info("checkpoint %s is complete", checkpoint)
-        loop.session.plugins.notify("after_save_checkpoint", run=loop.info, path=str(checkpoint))
 
 
 def measure(loop: Loop, work: StepWork, started: float, **driver_seconds: float) -> dict[str, float]:

@@ -116,12 +116,12 @@ class RolloutScheduler:
         try:
             groups: list[Group] = self._wait(taking, "groups to train on")
         except Exception:  # foreign code: rewards and data; the save may need the devices of the engines
-            self._events.run(self._stopped())
+            self._events.run(self._end_requests())
             raise
         self._steps -= 1
         return groups, 0.0 if self._scorer is None else self._scorer.take_seconds()
 
-    async def _stopped(self) -> None:
+    async def _end_requests(self) -> None:
         """End the engines' requests, unless an engine does not answer."""
         with suppress(Exception):  # the error of the step is raised
             async with asyncio.timeout(STOP_S):

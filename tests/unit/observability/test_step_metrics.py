@@ -59,7 +59,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> module.Loop:
         "session": session,
         "source": source,
         "first_step": 1,
-        "next_prompts": None,
+        "next_prompts": (),
     }
     fields["info"] = SimpleNamespace(directory=str(tmp_path), total_steps=100)
     fields |= {"flops": (lambda length: 1.0, None, ()), "rollouts": rollouts}

@@ -21,8 +21,8 @@ from anygauge.plugins import load_plugins
 from anygauge.run_directory import checkpoints, write_progress
 from anygauge.run_directory.checkpoint_reader import latest_checkpoint
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
-from anygauge.trainer.loop import finish_saving
 from anygauge.trainer.run import salvaged
+from anygauge.trainer.saving import finish_saving
 from anygauge_hooks.errors import CheckpointError
 
 

@@ -15,7 +15,7 @@ from anygauge.config import Config
 from anygauge.health.record import HEALTH_FILE, Health, read_health
 from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
 from anygauge.trainer.health import HealthMonitor, health_metrics
-from anygauge.trainer.loop import save_on_error
+from anygauge.trainer.saving import save_on_error
 from anygauge_hooks.errors import HealthError, WorkerDiedError
 
 
