@@ -168,7 +168,8 @@ def _tried(project: str) -> Iterator[str]:
     yield (
         f"The scripts are those of {version}. Arguments without a counterpart that share a row above\n"
         "count once. SGLang was not installed, so its arguments were not checked.\n"
-        "`bench/migrate_pages.py --try DIR` imports those of checkouts in `DIR` and compares the table.\n"
+        "`bench/migrate_pages.py --try DIR` imports the scripts of checkouts in `DIR`, and prints the\n"
+        "rows that differ.\n"
     )
     yield "| script | converted | no key needed | no counterpart | dry run, but for SGLang |"
     yield "|---|---|---|---|---|"
