@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,9 +19,7 @@ from statistics import fmean
 from anygauge.algorithms.on_policy import ON_POLICY
 from anygauge.config import Config
 from anygauge.config.rules.algorithm import estimator
-from anygauge.data.balance import free
 from anygauge.failures import in_background
-from anygauge.hub import localized
 from anygauge.observability.distributions import record_distributions
 from anygauge.observability.evaluation import group_numbers
 from anygauge.observability.logs import summary
@@ -34,105 +32,36 @@ from anygauge.observability.metrics import (
     rollout_metrics,
     train_datasets,
 )
-from anygauge.observability.performance import LANGUAGE
 from anygauge.observability.phases import Row, record_phase, take_phases
 from anygauge.observability.samples import is_recorded
 from anygauge.rollout.producer import RolloutsStopped
 from anygauge.rollout.rewards import raw_number
-from anygauge.run_directory.checkpoints import CheckpointWriter
-from anygauge.run_directory.directory import RunDirectory
 from anygauge.run_directory.dumps import (
-    DIRECTORY,
-    ModelFacts,
     batch_path,
     keep_media,
-    model_facts,
     read_batches,
     rollout_path,
     write_groups,
 )
 from anygauge.runtime.signals import postpone_first
 from anygauge.runtime.worker_group import PendingCall
-from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.estimate import group_advantages
 from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.health import HealthMonitor, health_metrics
+from anygauge.trainer.loop_state import Loop
 from anygauge.trainer.plan import conversation_batch, plan_metrics, plan_steps, rollout_batch
 from anygauge.trainer.profiling import profiled, warn_of_done_steps
-from anygauge.trainer.replay import ReplayedMedia, shown_in
-from anygauge.trainer.rollout_scheduler import GroupSource
+from anygauge.trainer.replay import shown_in
 from anygauge.trainer.saving import save, save_last, save_on_error, tell_of_wait
-from anygauge.trainer.session import Session
 from anygauge.trainer.staleness import mask_stale
 from anygauge.trainer.state import TRAINING
 from anygauge_hooks.batch import TrainBatch
-from anygauge_hooks.data import DataSource
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group, Prompt
-from anygauge_hooks.types import RunInfo
 
-__all__ = ["Loop", "run_loop"]
+__all__ = ["run_loop"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Loop:
-    """State shared by the steps of a run."""
-
-    session: Session
-    directory: RunDirectory
-    source: DataSource
-    flops_per_token: Callable[[int], float]
-    """FLOPs per token of the model's forward pass, from the length of a sequence."""
-    checkpoints: CheckpointWriter | None
-    """``None`` where nothing is saved."""
-    next_prompts: Sequence[Prompt] | Exception = ()
-    """Conversations that were read ahead of the next step, or the error of the attempt."""
-    media_flops: Callable[[Media], float] = free
-    """FLOPs of a tower's forward pass over a medium."""
-    save_s: float = 0.0
-    """Seconds that saving took after the last step; 0 if nothing was saved."""
-    rollouts: GroupSource | None = None
-    """Groups of each step; ``None`` in a run that trains on conversations or replays batches."""
-    replayed_media: ReplayedMedia = field(default_factory=lambda: ReplayedMedia(None))
-    background: BackgroundEvaluation | None = None
-    """Evaluations that training does not wait for; ``None`` where it does."""
-    groups: Sequence[Group] = ()
-    """Scored groups of the step, from its rollouts to its end."""
-    first_step: int = 1
-    """First step of this part of the run."""
-    trained: int = 0
-    """Step that is being trained, or was last; 0 before the first of this part of the run."""
-    is_stopping: bool = False
-    """Whether a signal asked the run to end, and a step is to be saved before."""
-
-    @property
-    def config(self) -> Config:
-        """The run's."""
-        return self.session.config
-
-    @property
-    def flops(self) -> tuple[Callable[[int], float], Callable[[Media], float], Collection[str]]:
-        """Functions that count the operations of a step, and the frozen parts."""
-        train = self.config.train
-        frozen = (*train.freeze, LANGUAGE) if train.lora.is_on else train.freeze
-        return self.flops_per_token, self.media_flops, frozen
-
-    @property
-    def info(self) -> RunInfo:
-        """The run as it stands."""
-        return self.session.info
-
-    @property
-    def dumps(self) -> Path:
-        """Directory of dumps."""
-        return Path(self.info.directory) / DIRECTORY
-
-    @property
-    def model(self) -> ModelFacts:
-        """Facts about the policy that dumps keep."""
-        return model_facts(localized(self.config, data=False).model.path)
 
 
 @dataclass(frozen=True, slots=True)

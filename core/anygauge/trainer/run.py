@@ -41,7 +41,8 @@ from anygauge.trainer.actors import replays
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.generation import open_maker
 from anygauge.trainer.inputs import EvalSet, Inputs, forbidden_tokens, read_inputs
-from anygauge.trainer.loop import Loop, run_loop
+from anygauge.trainer.loop import run_loop
+from anygauge.trainer.loop_state import Loop
 from anygauge.trainer.replay import ReplayedMedia, ReplayedRollouts
 from anygauge.trainer.rollout_scheduler import GroupSource, open_rollout_scheduler
 from anygauge.trainer.saving import announce, finish_saving, tell_of_wait

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from anygauge.config.roles import critic_config
 from anygauge.config.rules.algorithm import has_critic
@@ -18,11 +17,9 @@ from anygauge.run_directory.checkpoint_reader import DIRECTORY as CHECKPOINTS
 from anygauge.run_directory.checkpoint_reader import checkpoint_paths
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
 from anygauge.run_directory.write_progress import expected_bytes
+from anygauge.trainer.loop_state import Loop
 from anygauge.trainer.state import RunState
 from anygauge_hooks.errors import AnygaugeError, HealthError
-
-if TYPE_CHECKING:
-    from anygauge.trainer.loop import Loop
 
 __all__ = ["announce", "finish_saving", "save", "save_last", "save_on_error", "tell_of_wait"]
 

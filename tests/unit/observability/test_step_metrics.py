@@ -15,6 +15,7 @@ from anygauge.config.roles import Components
 from anygauge.observability.distributions import DISTRIBUTIONS_FILE, value_counts
 from anygauge.observability.reward_parts import PartNames
 from anygauge.trainer import loop as module
+from anygauge.trainer.loop_state import Loop
 from anygauge.trainer.state import TRAINING
 from anygauge_hooks.errors import DataError
 from anygauge_hooks.rl import Group, Prompt
@@ -28,7 +29,7 @@ SAMPLE = make_sample(text="2", reward=1.0, raw_reward=1.0)
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> module.Loop:
+def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
     """Return a loop without workers, whose next prompt is of one data set of two."""
     config = Config.model_validate(
         {
@@ -63,17 +64,17 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> module.Loop:
     }
     fields["info"] = SimpleNamespace(directory=str(tmp_path), total_steps=100)
     fields |= {"flops": (lambda length: 1.0, None, ()), "rollouts": rollouts}
-    return cast(module.Loop, SimpleNamespace(**fields))
+    return cast(Loop, SimpleNamespace(**fields))
 
 
-def test_a_step_of_conversations(loop: module.Loop) -> None:
+def test_a_step_of_conversations(loop: Loop) -> None:
     metrics = module.train_on_conversations(loop, 1)
     assert metrics["train/loss"] == 0.5
     assert (metrics["train/tokens"], metrics["train/sums/tokens"]) == (2, 2)
 
 
 def test_conversations_that_cannot_be_read_end_the_step_that_needs_them(
-    loop: module.Loop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """They are read while the step before is trained, which is complete and saved."""
     monkeypatch.undo()
@@ -90,13 +91,13 @@ def test_conversations_that_cannot_be_read_end_the_step_that_needs_them(
         module.train_on_conversations(loop, 2)
 
 
-def test_a_step_of_rollouts(loop: module.Loop) -> None:
+def test_a_step_of_rollouts(loop: Loop) -> None:
     metrics = module.train_on_rollouts(loop, 1)
     assert metrics["rollout/sums/raw_reward"] == 1.0
     assert metrics["rollout/lag/max"] == 2
 
 
-def test_the_parts_of_rewards_keep_their_names_from_step_to_step(loop: module.Loop) -> None:
+def test_the_parts_of_rewards_keep_their_names_from_step_to_step(loop: Loop) -> None:
     reward = loop.config.reward.model_copy(update={"key": "right"})
     cast(Any, loop).config = loop.config.model_copy(update={"reward": reward})
     for key, name in (("a b", "reward/a_b"), ("a_b", "reward/a_b_2")):
@@ -106,7 +107,7 @@ def test_the_parts_of_rewards_keep_their_names_from_step_to_step(loop: module.Lo
         assert {each for each in metrics if each.startswith("reward/")} == {"reward/right", name}
 
 
-def test_a_step_of_rollouts_records_its_distributions(loop: module.Loop, tmp_path: Path) -> None:
+def test_a_step_of_rollouts_records_its_distributions(loop: Loop, tmp_path: Path) -> None:
     for step in (1, 3):  # the samples of step 3 of 100 are recorded too, unlike those of 1001 of 2000
         module.train_on_rollouts(loop, step)
     cast(Any, loop).info.total_steps = 2000
@@ -127,7 +128,7 @@ def test_many_values_are_counted_in_intervals() -> None:
 
 @pytest.mark.parametrize(("max_lag", "trains"), [(None, True), (2, True), (1, False)])
 def test_a_step_trains_on_no_token_that_is_too_old(
-    loop: module.Loop, monkeypatch: pytest.MonkeyPatch, max_lag: int | None, trains: bool
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, max_lag: int | None, trains: bool
 ) -> None:
     started: list[int] = []
     monkeypatch.setattr(module, "start_training", lambda loop, step, samples: started.append(step))
@@ -138,7 +139,7 @@ def test_a_step_trains_on_no_token_that_is_too_old(
     assert metrics["rollout/lag/mean"] == 2.0
 
 
-def test_a_replay_has_no_lag(loop: module.Loop) -> None:
+def test_a_replay_has_no_lag(loop: Loop) -> None:
     debug = loop.config.debug.model_copy(update={"replay_rollouts": Path("dumps")})
     cast(Any, loop).config = loop.config.model_copy(update={"debug": debug})
     assert not [name for name in module.train_on_rollouts(loop, 1) if "lag" in name]

@@ -9,7 +9,7 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.observability.metrics import StepWork
-from anygauge.trainer.loop import Loop
+from anygauge.trainer.loop_state import Loop
 
 
 def spared(train: dict[str, Any]) -> float:

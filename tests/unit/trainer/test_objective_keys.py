@@ -28,7 +28,8 @@ from anygauge.plugins import load_plugins
 from anygauge.serving.colocation import ColocationScheduler
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.loop import Loop, train_on_rollouts
+from anygauge.trainer.loop import train_on_rollouts
+from anygauge.trainer.loop_state import Loop
 from anygauge.trainer.session import Session
 from anygauge.trainer.state import RunState
 from anygauge_hooks import hookimpl
